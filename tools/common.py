@@ -149,3 +149,7 @@ def run_logged(command: Sequence[str | Path], what: str, **kwargs) -> str:
             raise Fail(f"{what}: no space left on device; free some space and run again")
         raise Fail(f"{what}: {last_line(done.stdout)}")
     return done.stdout
+
+
+def read_or_none(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None

@@ -81,10 +81,15 @@ class Wheel:
     @functools.cached_property
     def torch_version(self) -> str:
         """``torch.__version__``: ``2.11.0+cu130`` where the distribution is ``2.11.0``."""
-        found = re.search(rb"^__version__ = '([^']+)'", self.read("torch/version.py") or b"", re.M)
-        if not found:
-            raise Fail(f"{self.path} has no version in torch/version.py")
-        return found.group(1).decode()
+        return version_in(self.read("torch/version.py") or b"")
+
+
+def version_in(content: bytes) -> str:
+    """``torch.__version__`` as torch/version.py states it."""
+    found = re.search(rb"^__version__ = '([^']+)'", content, re.MULTILINE)
+    if not found:
+        raise Fail("torch/version.py of this release states no version")
+    return found.group(1).decode()
 
 
 def installed_version() -> str | None:

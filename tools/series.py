@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from common import ROOT, Fail, git, last_line, scratch
+from common import ROOT, Fail, git, last_line, read_or_none, scratch
 
+# Another folder of series; the tests of build.sh have their own.
 PATCHES = Path(os.environ.get("FXCTX_PATCHES") or ROOT / "patches")
 RELEASE = re.compile(r"v(\d+)\.(\d+)\.(\d+)\Z")
 
@@ -161,7 +162,9 @@ class Series:
         paths = {path for path in paths if path.startswith("test/")}
         added = self._apply(paths, lambda path: None, include="test/*", exclude=("torch/*",))
         return {
-            path.removeprefix("test/"): content for path, content in added.items() if content
+            path.removeprefix("test/"): content
+            for path, content in added.items()
+            if content is not None
         }
 
     def _apply(
@@ -176,18 +179,13 @@ class Series:
                     (tree / path).parent.mkdir(parents=True, exist_ok=True)
                     (tree / path).write_bytes(content)
             for patch in self.python_patches:
-                done = git(
-                    tree, "apply", *options, f"--include={include}", patch.path, check=False
-                )
+                done = git(tree, "apply", *options, f"--include={include}", patch.path, check=False)
                 if done.returncode:
                     raise Fail(
                         f"{patch.name} does not apply to torch {self.release} as it is here: "
                         f"{last_line(done.stderr).removeprefix('error: ')}"
                     )
-            after = {}
-            for path, content in before.items():
-                file = tree / path
-                after[path] = file.read_bytes() if file.is_file() else None
+            after = {path: read_or_none(tree / path) for path in before}
         return {path: content for path, content in after.items() if content != before[path]}
 
 
