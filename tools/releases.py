@@ -181,8 +181,12 @@ def explain(version: str, stderr: str) -> str:
     return f"pip could not fetch torch {version}: {last_line(stderr)}"
 
 
-def choose(args: argparse.Namespace) -> tuple[series.Series, Wheel]:
+def choose(args: argparse.Namespace, new_release: bool = False) -> tuple[series.Series, Wheel]:
     """The series to apply and the official wheel to apply it to, as the options ask.
+
+    Args:
+        args: has what ``add_release_options`` adds.
+        new_release: take a release that ``--torch`` names even where it has no series yet.
 
     Raises:
         Fail: no series for the release, or no wheel.
@@ -191,6 +195,8 @@ def choose(args: argparse.Namespace) -> tuple[series.Series, Wheel]:
     version = args.torch or installed_version()
     if version:
         version = series.base_version(version.removeprefix("v"))
+        if new_release and args.torch:
+            return series.find_or_empty(version), fetch(version, options)
         return series.find(version), fetch(version, options)
     failure = Fail("there are no patches here")
     for candidate in series.all_series():

@@ -217,6 +217,12 @@ def find(version: str) -> Series:
     raise Fail(f"no patches for torch {public}; there are some for {names or 'no release'}")
 
 
+def find_or_empty(version: str) -> Series:
+    """The series for a torch version, empty where there is none yet."""
+    folder = PATCHES / f"v{version.partition('+')[0]}"
+    return load(folder) if folder.is_dir() else Series(folder, ())
+
+
 def write_tree(files: dict[str, bytes], folder: Path) -> None:
     """Write ``files`` as the whole content of ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)
