@@ -208,8 +208,10 @@ def state() -> dict[str, Any]:
     for label, owner, name in optional:
         value = getattr(owner, name, missing)
         found[label] = dict(value) if isinstance(value, dict) else value
-    for (_, name), namespace in _symbolic_trace._wrapped_fns_to_patch.items():
-        found[f"wrapped {namespace.get('__name__')}.{name}"] = namespace.get(name, missing)
+    for (number, name), namespace in _symbolic_trace._wrapped_fns_to_patch.copy().items():
+        # The code of a GraphModule registers names too, in a namespace without a name.
+        owner = namespace.get("__name__") or f"namespace {number:#x}"
+        found[f"wrapped {owner}.{name}"] = namespace.get(name, missing)
     for cls, name in _symbolic_trace._wrapped_methods_to_patch:
         found[f"wrapped {cls.__name__}.{name}"] = getattr(cls, name)
     for namespace in (vars(math), vars(operations)):
@@ -224,7 +226,7 @@ def patched_names() -> list[str]:
     from torch.fx import _symbolic_trace
 
     found = []
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in sys.modules.copy().items():
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if not isinstance(value, types.FunctionType):
                 continue
@@ -242,8 +244,8 @@ def leaks(before: dict[str, Any], before_patched: list[str]) -> list[str]:
     fresh.join()
     found = []
     for where, now in seen:
-        for name in before.keys() | now.keys():
-            was, is_now = before.get(name, "(not there)"), now.get(name, "(not there)")
+        for name in before:
+            was, is_now = before[name], now[name]
             if was is not is_now and not (type(was) is type(is_now) and was == is_now):
                 found.append(f"{name}{where}: {_short(is_now)}, was {_short(was)}")
     found += [f"{n}: still wrapped" for n in patched_names() if n not in before_patched]
