@@ -8,8 +8,9 @@ PY is a Python interpreter, or a folder to put first on PYTHONPATH of the pair's
 
 For each pair, --processes times: one worker process of each arm is started, and for each benchmark
 the two take turns, --rounds times, the first one changing each time, while the other one waits.
-Each turn is one torch.utils.benchmark measurement. A ratio is the median of the ratios of turns
-that are next to each other, so a machine that slows down for a while slows both arms.
+Each turn is one torch.utils.benchmark measurement, in CPU time of the measured thread. A ratio is
+the median of the ratios of turns that are next to each other, so a machine that slows down for a
+while slows both arms.
 
 Exit code: 0, or with --check 1 where a threshold is missed; 2 bad usage or a worker died.
 """
@@ -53,7 +54,8 @@ def _no_limit(release: tuple[int, int]) -> float | None:
 def timer(stmt: str, names: dict[str, Any]) -> Measure:
     from torch.utils.benchmark import Timer
 
-    made = Timer(stmt, globals=names)
+    # The thread's own CPU time: whatever else the machine does meanwhile is not counted.
+    made = Timer(stmt, globals=names, timer=time.thread_time)
     return lambda seconds: made.blocked_autorange(min_run_time=seconds).median
 
 
@@ -513,11 +515,10 @@ def show(pair: dict[str, Any]) -> None:
         )
         for b in pair["benchmarks"]
     ]
-    rows += [
-        (e["name"], "raises", "raises" if e["failure"] else f"+{readable(e['extra_seconds'])}", "", "",
-         f"+{readable(e['limit'])}", verdict[e["holds"]])
-        for e in pair["trace_elsewhere"]
-    ]  # fmt: skip
+    for e in pair["trace_elsewhere"]:
+        extra = "raises" if e["failure"] else f"+{readable(e['extra_seconds'])}"
+        limit = f"+{readable(e['limit'])}"
+        rows.append((e["name"], "raises", extra, "", "", limit, verdict[e["holds"]]))
     header = ("benchmark", "stock", "patched", "ratio", "quartiles", "limit", "")
     print(benchlib.table(header, rows))
 
