@@ -1,0 +1,1 @@
+"""Programs that show the fault: a minimal crash and a real trainer."""
