@@ -236,10 +236,10 @@ def knows_local_version(command: list[str]) -> bool:
     return "--local-version" in told.stdout
 
 
-def make_venv(folder: Path) -> None:
-    """A virtual environment with pip."""
+def make_venv(folder: Path, with_pip: bool = True) -> None:
+    """Make a virtual environment, with pip unless told otherwise."""
     try:
-        venv.EnvBuilder(with_pip=True, symlinks=True).create(folder)
+        venv.EnvBuilder(with_pip=with_pip, symlinks=True).create(folder)
     except subprocess.CalledProcessError:
         shutil.rmtree(folder, ignore_errors=True)
         raise Fail(
