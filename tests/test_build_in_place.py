@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
+from small_torch import (
     MODULES,
     PATCHED,
     RELEASE,
@@ -207,7 +207,7 @@ def killed(torch: Torch, verb: str, count: int) -> bool:
     wrapper = python_wrapper(torch.folder, torch.python, KILL.format(count=count))
     environment = torch.environment | {"PYTHON": str(wrapper)}
     done = subprocess.run(
-        [str(Path(__file__).parent.parent / "build.sh"), verb, "--quiet"],
+        [str(torch.repo / "build.sh"), verb, "--quiet"],
         env=environment,
         capture_output=True,
         timeout=120,
@@ -221,10 +221,11 @@ def test_killed_at_any_point(torch_env: Torch, verb: str, tmp_path: Path) -> Non
     stock = snapshot(torch_env.site)
     assert torch_env.build("apply").returncode == 0
     assert is_patched(torch_env)
+    assert torch_env.build("revert").returncode == 0
     count, half_done = 0, 0
     while True:
-        start = "revert" if verb == "apply" else "apply"
-        assert torch_env.build(start).returncode == 0
+        if verb == "revert":
+            assert torch_env.build("apply").returncode == 0
         if not killed(torch_env, verb, count):
             break
         half_done += (torch_env.dist_info / "fxctx").exists()
@@ -233,11 +234,8 @@ def test_killed_at_any_point(torch_env: Torch, verb: str, tmp_path: Path) -> Non
         if count % 2:
             assert is_patched(torch_env), count
             torch_env.check_record()
-            assert torch_env.evaluate("torch.__version__") == "2.13.0+cpu.fxctx.1"
-        else:
-            assert snapshot(torch_env.site) == stock, count
-        done = torch_env.build("revert")
-        assert done.returncode == 0, (count, done.stderr)
+            done = torch_env.build("revert")
+            assert done.returncode == 0, (count, done.stderr)
         assert snapshot(torch_env.site) == stock, count
         count += 1
     assert count > 10 and half_done > 5
@@ -303,7 +301,7 @@ def test_two_at_once(torch_env: Torch) -> None:
         "def replace(*a):\n    time.sleep(0.3)\n    return real(*a)\nos.replace = replace\n"
     )
     wrapper = python_wrapper(torch_env.folder, torch_env.python, slow)
-    build = str(Path(__file__).parent.parent / "build.sh")
+    build = str(torch_env.repo / "build.sh")
     first = subprocess.Popen(
         [build, "apply"],
         env=torch_env.environment | {"PYTHON": str(wrapper)},

@@ -96,11 +96,23 @@ def main(function: Callable[[list[str]], int]) -> NoReturn:
 def scratch(prefix: str) -> Iterator[Path]:
     """A temporary folder under build/, so that what is made in it can be moved, not copied."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(prefix=f"tmp-{prefix}-", dir=BUILD))
+    sweep()
+    path = Path(tempfile.mkdtemp(prefix=f"tmp-{prefix}-{os.getpid()}-", dir=BUILD))
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove the temporary folders of runs that were killed."""
+    for path in BUILD.glob("tmp-*-*-*"):
+        try:
+            os.kill(int(path.name.split("-")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (PermissionError, ValueError):
+            pass  # Another user's run, or no folder of ours.
 
 
 def git_env(directory: Path) -> dict[str, str]:

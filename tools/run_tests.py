@@ -273,7 +273,7 @@ def test_stock(stock: Environment, chosen: series.Series, arguments: list[str]) 
             lines = temporary / "results"
             lines.write_text("")
             command = [*pytest_command(stock.python, torch_tests), "-c", os.devnull]
-            command += ["-p", "isolate_plugin", "-p", "no:timeout", "--tb=no"]
+            command += ["-p", "isolate_plugin", "-p", "no:timeout", "--tb=no", "-rN"]
             command += [f"--isolate-results={lines}", f"--isolate-timeout={TEST_TIMEOUT}"]
             status = run_pytest([*command, *others, *wanted], torch_tests, env, 2 * FILE_TIMEOUT)
             if status not in (0, 1, 5):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import email
 import email.header
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,8 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from common import ROOT, Fail, git, last_line, read_or_none, scratch
 
-# Another folder of series; the tests of build.sh have their own.
-PATCHES = Path(os.environ.get("FXCTX_PATCHES") or ROOT / "patches")
+PATCHES = ROOT / "patches"
 RELEASE = re.compile(r"v(\d+)\.(\d+)\.(\d+)\Z")
 
 Reader = Callable[[str], "bytes | None"]
