@@ -26,7 +26,6 @@ GIT_ENV = {
     "GIT_TERMINAL_PROMPT": "0",
     "LC_ALL": "C",
 }
-GIT_LOCATION = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
 
 quiet = False
 
@@ -117,8 +116,8 @@ def sweep() -> None:
 
 def git_env(directory: Path) -> dict[str, str]:
     """The environment that ties git to ``directory`` and to nothing else."""
-    env = {key: value for key, value in os.environ.items() if key not in GIT_LOCATION}
-    return {**env, **GIT_ENV, "GIT_CEILING_DIRECTORIES": str(directory.resolve().parent)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k == "GIT_EXEC_PATH"}
+    return {**kept, **GIT_ENV, "GIT_CEILING_DIRECTORIES": str(directory.resolve().parent)}
 
 
 def git(

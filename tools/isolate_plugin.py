@@ -17,6 +17,8 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 GRACE = 15
+# Standard error as it is before pytest starts to capture what tests write.
+STDERR = os.dup(2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,7 +75,7 @@ def run_forked(item: pytest.Item, limit: float) -> tuple[list[pytest.TestReport]
         try:
             os.close(reader)
             # Dumps every thread's stack and ends the process, even if it hangs in native code.
-            faulthandler.dump_traceback_later(limit, exit=True)
+            faulthandler.dump_traceback_later(limit, exit=True, file=STDERR)
             found = runtestprotocol(item, nextitem=None, log=False)
             serialize = item.config.hook.pytest_report_to_serializable
             data = [serialize(config=item.config, report=report) for report in found]

@@ -33,6 +33,10 @@ NOT_FOUND = re.compile(r"No matching distribution found|Could not find a version
 CAPPED = re.compile(r"The user requested \(constraint\) (torch\S*)")
 
 
+class NotHere(Fail):
+    """pip was asked, and does not give this release."""
+
+
 def add_release_options(parser: Parser) -> None:
     """The options of every verb that may have to fetch a wheel."""
     parser.add_argument("--torch", metavar="V")
@@ -151,7 +155,7 @@ def fetch(version: str, options: list[str]) -> Wheel:
             errors="replace",
         )
         if done.returncode:
-            raise Fail(explain(version, done.stderr), 3 if NOT_FOUND.search(done.stderr) else 1)
+            raise (Fail if NETWORK.search(done.stderr) else NotHere)(explain(version, done.stderr))
         found = next(temporary.glob("torch-*.whl"))
         folder.mkdir(parents=True, exist_ok=True)
         return Wheel(Path(shutil.move(found, folder / found.name)))
@@ -206,9 +210,9 @@ def choose(args: argparse.Namespace, new_release: bool = False) -> tuple[series.
             return candidate, fetch(candidate.release, options)
         except Fail as error:
             failure = error
-            if error.status != 3 and not str(error).startswith("pip's constraints"):
+            if not isinstance(error, NotHere):
                 break
-    raise Fail(str(failure))
+    raise failure
 
 
 def wheel_tool() -> list[str]:
