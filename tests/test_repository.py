@@ -1,0 +1,56 @@
+"""The parts of the repository agree with each other."""
+
+from __future__ import annotations
+
+import re
+
+import check_series
+import doctor
+import pytest
+import series
+from small_torch import ROOT
+
+ALL = series.all_series()
+PATCHES = [(s, patch) for s in ALL for patch in s.patches]
+
+
+def test_torch_tests_are_what_the_newest_series_adds() -> None:
+    check_series.check_torch_tests(ALL[0], ROOT / "torch_tests")
+
+
+def test_the_newest_release_is_the_one_required() -> None:
+    lines = (ROOT / "requirements-newest.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [f"torch=={ALL[0].release}"]
+
+
+def test_the_readme_lists_every_release() -> None:
+    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert rows == [s.release for s in ALL]
+
+
+@pytest.mark.parametrize("chosen", ALL, ids=lambda s: s.folder.name)
+def test_the_numbers_of_a_series_have_no_gap(chosen: series.Series) -> None:
+    numbers = [int(patch.name[:4]) for patch in chosen.patches]
+    assert numbers == list(range(1, len(numbers) + 1))
+    natives = [patch.native for patch in chosen.patches]
+    assert natives == sorted(natives), "patches that need a build from source come last"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "patch"), PATCHES, ids=[f"{s.folder.name}/{p.name[:4]}" for s, p in PATCHES]
+)
+def test_a_patch_says_what_it_mends_and_brings_tests(
+    chosen: series.Series, patch: series.Patch
+) -> None:
+    assert patch.faults and set(patch.faults) <= doctor.FAULTS.keys() | {"F17"}
+    assert any(re.fullmatch(r"test/.*test_\w+\.py", path) for path in patch.paths)
+    assert re.match(rb"From 0{40} ", patch.content)
+
+
+@pytest.mark.parametrize("chosen", ALL, ids=lambda s: s.folder.name)
+def test_listed_guards_are_in_files_of_the_series(chosen: series.Series) -> None:
+    files = chosen.tests()
+    path = ROOT / "tests" / "stock_passes" / f"v{chosen.release}.txt"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        test = line.partition("#")[0].strip()
+        assert not test or test.partition("::")[0] in files, test
