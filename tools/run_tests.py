@@ -21,6 +21,7 @@ import common
 import make_wheel
 import releases
 import series
+import upstream_compare
 from common import ROOT, VENVS, Fail, Parser, main, run_logged, say
 
 REQUIREMENTS = ROOT / "requirements-test.txt"
@@ -308,6 +309,32 @@ def judge(
             counts.fail(f"{test}: listed in {STOCK_PASSES.name}/, but there is no such test")
 
 
+def test_upstream(
+    folder: Path, patched: Environment, stock: Environment, arguments: list[str]
+) -> int:
+    """Run PyTorch's own tests on the unpatched and on the patched release."""
+    with tempfile.TemporaryDirectory(prefix="fxctx-") as caches:
+
+        def runner(environment: Environment) -> upstream_compare.Runner:
+            env = environment_for(environment.python, stock, Path(caches))
+            command = [environment.python, "-m", "pytest", "-p", "no:cacheprovider"]
+            command += ["-c", os.devnull, f"--timeout={upstream_compare.TIMEOUT}"]
+
+            def run_in(arguments: list[str], folder: Path) -> int | None:
+                return run_pytest(
+                    [*command, f"--rootdir={folder}", *arguments],
+                    folder,
+                    upstream_compare.environment(env),
+                    upstream_compare.FILE_TIMEOUT,
+                )
+
+            return run_in
+
+        return upstream_compare.compare(
+            folder.absolute(), runner(stock), runner(patched), arguments
+        )
+
+
 def run(argv: list[str]) -> int:
     arguments = []
     if "--" in argv:
@@ -319,6 +346,8 @@ def run(argv: list[str]) -> int:
     args = parser.parse(argv)
     if args.stock and args.upstream:
         raise Fail("--upstream compares with the unpatched release by itself; drop --stock", 2)
+    if args.upstream:
+        upstream_compare.find_files(Path(args.upstream))  # Before the long part.
     chosen, wheel = releases.choose(args)
     stock = stock_environment(chosen, wheel, releases.index_options(args))
     if args.stock:
@@ -327,7 +356,7 @@ def run(argv: list[str]) -> int:
     else:
         patched = patched_environment(stock, make_wheel.make(chosen, wheel))
         if args.upstream:
-            raise Fail("--upstream is not there yet")
+            return test_upstream(Path(args.upstream), patched, stock, arguments)
         counts = test_patched(patched.python, stock, chosen.tests(), arguments)
         what = f"patched torch {wheel.torch_version}"
     for failure in counts.failures:
