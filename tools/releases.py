@@ -19,6 +19,7 @@ import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import common
 import series
@@ -146,43 +147,53 @@ def fetch(version: str, options: list[str]) -> Wheel:
     say(f"fetching the wheel of torch {version} with pip ...")
     with scratch("download") as temporary:
         command = pip("download", "--no-deps", "--only-binary=:all:", f"--dest={temporary}")
-        done = subprocess.run(
-            [*command, *options, f"torch=={version}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if common.quiet else sys.stderr,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
+        command += [*options, f"torch=={version}"]
+
+        def download(stdout: int | TextIO) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+
+        done = download(subprocess.DEVNULL if common.quiet else sys.stderr)
+        told = done.stderr
+        if done.returncode and "ResolutionImpossible" in told:
+            # What it conflicts with is in the other stream, after the progress.
+            done = download(subprocess.PIPE)
+            told = done.stdout + done.stderr
         if done.returncode:
-            raise (Fail if NETWORK.search(done.stderr) else NotHere)(explain(version, done.stderr))
+            raise (Fail if NETWORK.search(told) else NotHere)(explain(version, told))
         found = next(temporary.glob("torch-*.whl"))
         folder.mkdir(parents=True, exist_ok=True)
         return Wheel(Path(shutil.move(found, folder / found.name)))
 
 
-def explain(version: str, stderr: str) -> str:
+def explain(version: str, told: str) -> str:
     """One line for a failed ``pip download``."""
-    capped = CAPPED.search(stderr)
+    capped = CAPPED.search(told)
     if capped:
         return (
             f"pip's constraints ask for {capped.group(1)}, so torch {version} cannot be had; "
             "lift the constraint or choose another release with --torch"
         )
-    if NETWORK.search(stderr):
+    if NETWORK.search(told):
         return (
             f"pip could not reach the package index for torch {version}; check the network, or "
             "name a folder that has the wheel with --find-links"
         )
-    if "No space left on device" in stderr:
+    if "No space left on device" in told:
         return "no space left on device; free some space and run again"
-    if NOT_FOUND.search(stderr):
+    if NOT_FOUND.search(told):
         return (
             f"pip finds no torch {version} for this Python "
             f"({sys.version_info.major}.{sys.version_info.minor}); choose a release with --torch, "
             "or another index with --index-url"
         )
-    return f"pip could not fetch torch {version}: {last_line(stderr)}"
+    return f"pip could not fetch torch {version}: {last_line(told)}"
 
 
 def choose(args: argparse.Namespace, new_release: bool = False) -> tuple[series.Series, Wheel]:
