@@ -18,6 +18,13 @@
 #        ./build.sh doctor
 #            Say what torch $PYTHON has, whether it is patched and which faults show. Needs no
 #            GPU. Exit status: 0 healthy, 1 affected, 2 cannot tell.
+#        ./build.sh source --src DIR [--minimal] [--apply-only]
+#            Build the wheel from a PyTorch source tree (a git checkout or an unpacked archive) of
+#            a release in patches/, with the patches to its C++ too. Needs cmake, ninja, a compiler
+#            and hours; a second call goes on where the first stopped. MAX_JOBS, USE_CUDA and the
+#            other settings of PyTorch's setup.py hold. --minimal: CPU only, baseline instruction
+#            set, not optimised: the smallest build, to test with and not to train with.
+#            --apply-only: commit the patches to DIR and stop.
 #        ./build.sh dev DIR [--torch V] [PIP INDEX OPTIONS]
 #            Make DIR a git tree of the release's Python files, the patches as commits;
 #            'PYTHONPATH=DIR $PYTHON' imports it.
@@ -60,6 +67,7 @@ verb_test() { tool run_tests "$@"; }
 verb_apply() { tool in_place apply "$@"; }
 verb_revert() { tool in_place revert "$@"; }
 verb_doctor() { tool doctor "$@"; }
+verb_source() { tool source_build "$@"; }
 verb_dev() { tool dev_tree dev "$@"; }
 verb_refresh() { tool dev_tree refresh "$@"; }
 
@@ -75,7 +83,7 @@ done
 
 case ${1:-} in
   '' | -*) verb_wheel "$@" ;;
-  wheel | test | apply | revert | doctor | dev | refresh)
+  wheel | test | apply | revert | doctor | source | dev | refresh)
     verb=$1
     shift
     "verb_$verb" "$@"
