@@ -3,9 +3,10 @@
 
 Every kind of operation (operations.py) is first done alone, twice, which gives its oracle. Then
 --threads threads share --ops operations, mixed by weight. --seed fixes how many of each kind and
-variant there are, their order, and which thread does which. At the end nothing may be left behind:
-no name that torch.fx patched, no flag, no metadata, no tracer; and each operation, done alone
-again, must still give its oracle.
+variant there are, their order, and which thread does which. With --cold the oracle comes from a
+process of its own, so that the threads meet each operator, pass and cache for the first time
+together. At the end nothing may be left behind: no name that torch.fx patched, no flag, no
+metadata, no tracer; and each operation, done alone again, must still give its oracle.
 
 Exit code: 0 all right, 1 something wrong or left behind, 2 bad usage, 3 no operation ended for
 --timeout seconds (the stacks of all threads are printed).
@@ -20,6 +21,7 @@ import itertools
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -67,6 +69,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="sys.setswitchinterval, in seconds (default 1e-5)",
     )
+    parser.add_argument("--cold", action="store_true", help="make the oracle in another process")
+    parser.add_argument("--oracle", metavar="FILE", help=argparse.SUPPRESS)  # write it, and stop
     parser.add_argument("--label", default="", help="name of this run in the JSON file")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
@@ -301,28 +305,43 @@ def work(
     outcome.current = ""
 
 
+Oracle = dict[tuple[str, int], Any]
+
+
 def serial_results(
-    kinds: Sequence[Any], device: Any, say: Callable[[str], None]
-) -> tuple[dict[str, Callable[[int], Any]], dict[tuple[str, int], Any], dict[str, float]]:
-    """Build every kind, do each variant twice, and return (operations, oracle, seconds each).
+    kinds: Sequence[Any], built: dict[str, Callable[[int], Any]], say: Callable[[str], None]
+) -> tuple[Oracle, dict[str, float]]:
+    """Do each variant of each kind twice; return the oracle and the seconds that each kind takes.
 
     Raises RuntimeError where an operation does not give the same result twice: such a one could
     not tell a fault of threads from its own.
     """
-    operations, oracle, seconds = {}, {}, {}
+    oracle, seconds = {}, {}
     for k in kinds:
         say(f"serial results: {k.name}")
-        operations[k.name] = run = k.build(device)
         taken = 0.0
         for variant in range(k.variants):
-            oracle[k.name, variant] = run(variant)
+            oracle[k.name, variant] = built[k.name](variant)
             start = time.perf_counter()
-            again = run(variant)
+            again = built[k.name](variant)
             taken += time.perf_counter() - start
             if found := difference(oracle[k.name, variant], again):
                 raise RuntimeError(f"{k.name} variant {variant} gives two results alone: {found}")
         seconds[k.name] = taken / k.variants
-    return operations, oracle, seconds
+    return oracle, seconds
+
+
+def oracle_of_another_process(args: argparse.Namespace) -> tuple[Oracle, dict[str, float]]:
+    """serial_results, from a process of its own."""
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="stress-oracle-") as folder:
+        path = os.path.join(folder, "oracle.pt")
+        command = [sys.executable, os.path.abspath(__file__), "--oracle", path]
+        command += ["--kinds", args.kinds, "--skip", args.skip, "--device", args.device]
+        command += ["--quiet"] * args.quiet
+        subprocess.run(command, check=True)
+        return torch.load(path, weights_only=False)
 
 
 def watch(
@@ -413,9 +432,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\r\033[K{text}" if shown else text, end="" if shown else "\n",
                   file=sys.stderr, flush=True)  # fmt: skip
 
-    print(f"stress: torch {torch.__version__}, {args.threads} threads, {args.ops} operations, "
-          f"seed {args.seed}, device {args.device}", flush=True)  # fmt: skip
-    built, oracle, seconds = serial_results(kinds, device, say)
+    if not args.oracle:
+        print(
+            f"stress: torch {torch.__version__}, {args.threads} threads, {args.ops} operations, "
+            f"seed {args.seed}, device {args.device}",
+            flush=True,
+        )
+    built = {k.name: k.build(device) for k in kinds}
+    if args.cold:
+        oracle, seconds = oracle_of_another_process(args)
+    else:
+        oracle, seconds = serial_results(kinds, built, say)
+    if args.oracle:
+        torch.save((oracle, seconds), args.oracle)
+        return 0
     todo = plan(kinds, args.ops, args.threads, args.seed)
     counts = collections.Counter(kind for part in todo for kind, _ in part)
     before, before_patched = state(), patched_names()
@@ -437,6 +467,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": args.threads,
         "operations": args.ops,
         "seed": args.seed,
+        "cold": args.cold,
         "switch_interval": args.switch_interval,
         "outcome": "died",  # what stays in the file should the process crash
     }
