@@ -187,10 +187,10 @@ class Runner:
                 environment[name] = str((caches or Path(folder)) / name.split("_")[0].lower())
             command = [python, "-m", "repro.dflash.train", "--preset", args.preset,
                        "--drafters", drafters, "--steps", str(args.steps),
-                       "--replay", str(args.replay), "--features", args.features, "--eval-batches", "0", "--log-every", "0",
-                       "--hang-timeout", str(args.hang_timeout), "--metrics", str(metrics),
-                       "--profile", str(profile), *arm.options,
-                       *args.train_options.split()]  # fmt: skip
+                       "--replay", str(args.replay), "--features", args.features,
+                       "--eval-batches", "0", "--log-every", "0", "--hang-timeout",
+                       str(args.hang_timeout), "--metrics", str(metrics), "--profile",
+                       str(profile), *arm.options, *args.train_options.split()]  # fmt: skip
             log = Path(folder) / "log"
             start = time.monotonic()
             with log.open("w") as out:

@@ -420,14 +420,16 @@ def _make_fx(device: torch.device, mode: str) -> Operation:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     x = seeded(device, 2, 8)
 
-    def forward(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, parameters, (x,))
-
-    def gradient(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(forward(parameters, x).square().sum(), x)[0]
-
     def run(variant: int) -> Any:
+        own = copy.deepcopy(model)  # functional_call puts the parameters into the module
+
+        def forward(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(own, parameters, (x,))
+
+        def gradient(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(forward(parameters, x).square().sum(), x)[0]
+
         gm = make_fx(gradient if variant else forward, tracing_mode=mode)(parameters, x)
         return gm.code, gm(parameters, x).detach()
 
