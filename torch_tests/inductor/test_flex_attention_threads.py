@@ -12,7 +12,10 @@ from torch.fx._symbolic_trace import is_fx_tracing
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
-from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_device_type import (
+    instantiate_device_type_tests,
+    onlyCUDA,
+)
 
 
 # Make the helper files in test/ importable
@@ -75,6 +78,23 @@ class TestFlexAttentionThreads(TestCase):
             grads = torch.autograd.grad(out.square().sum(), (q, k, v))
             want_grads = torch.autograd.grad(want.square().sum(), (q, k, v))
             assert_close(grads, want_grads, **tolerance)
+
+    def test_three_threads_compile_at_once(self, device):
+        def worker(seed):
+            attention = compile_flex_attention(device)
+            for length in (128, 256, 384):
+                self.check(attention, device, seed, length)
+
+        run_on_threads(*(functools.partial(worker, i) for i in range(NUM_THREADS)))
+
+    @onlyCUDA
+    def test_three_threads_compile_forward_and_backward_at_once(self, device):
+        def worker(seed):
+            attention = compile_flex_attention(device)
+            for length in (128, 256, 384):
+                self.check(attention, device, seed, length, backward=True)
+
+        run_on_threads(*(functools.partial(worker, i) for i in range(NUM_THREADS)))
 
     def test_calls_while_another_thread_is_in_its_trace(self, device):
         # The fake implementation of an operator runs inside of the trace that
