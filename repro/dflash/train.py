@@ -265,7 +265,7 @@ def parse(arguments: list[str] | None) -> Namespace:
     if o.eval_batches is None:
         o.eval_batches = 16 if o.preset == "tiny" else 2
     if o.log_every is None:
-        o.log_every = max(1, o.steps // 20)
+        o.log_every = max(1, o.steps // 10)
     if o.resume and not o.checkpoint:
         a.error("--resume needs --checkpoint DIR, where the run to go on with was saved")
     if o.checkpoint_every and not o.checkpoint:
@@ -740,7 +740,6 @@ def device_name(device: torch.device) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line ``arguments`` (``sys.argv`` if None); returns the exit code."""
     o = parse(arguments)
-    faulthandler.enable()
     try:
         p = resolve_preset(o)
         feature_layers(p.target_depth)
@@ -752,6 +751,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (UsageError, DataError, ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return USAGE
+    faulthandler.enable()
     if o.threads:
         torch.set_num_threads(o.threads)
     return supervisor.run()
