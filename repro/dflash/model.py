@@ -47,6 +47,7 @@ class Preset:
     gamma: float  # decay of the label weights along a block
     mask_id: int  # a token id that no text contains
     lr: float = 6e-4
+    head_scale: float = 8.0  # length of the rows of the random LM head
     rope_theta: float = 1e6
     eps: float = 1e-6
 
@@ -57,7 +58,7 @@ PRESETS = {
     "tiny": Preset(
         hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=512, vocab=256,
         block=8, anchors=16, sequence=128, shortest=64, length_step=8, batch=2,
-        target_depth=8, gamma=4.0, mask_id=0, lr=6e-3,
+        target_depth=8, gamma=4.0, mask_id=0, lr=3e-3,
     ),
     "qwen2.5-0.5b": Preset(
         hidden=896, layers=5, heads=14, kv_heads=2, head_dim=64, mlp=4864, vocab=151936,
@@ -466,17 +467,21 @@ def draft_scores(
 # Weights
 
 
-def init_weights(module: nn.Module, generator: torch.Generator, residual_layers: int) -> None:
+def init_weights(
+    module: nn.Module, generator: torch.Generator, residual_layers: int, head_scale: float
+) -> None:
     """Fills every parameter of ``module`` in order from ``generator``, never from global state.
 
     Linear weights are normal with variance 1/fan-in, those that end in a residual stream
-    (``o`` and ``down``) scaled by 1/sqrt(2 * residual_layers); norms are one; embeddings have
-    unit variance. The LM head is halved, so that an untrained drafter starts near ln V.
+    (``o`` and ``down``) scaled by 1/sqrt(2 * residual_layers). Embeddings have unit variance.
+    Rows of the LM head have length ``head_scale``, and a drafter's last norm starts at
+    1/(2 * head_scale): an untrained drafter's loss is near ln V, yet it takes small steps of the
+    weights, not hundreds, to make logits large. Other norms start at one.
     """
     for name, parameter in module.named_parameters():
         leaf = name.split(".")[-2]
         if parameter.dim() == 1:
-            nn.init.ones_(parameter)
+            nn.init.constant_(parameter, 0.5 / head_scale if name == "norm.weight" else 1.0)
             continue
         if leaf == "embed":
             std = 1.0
@@ -485,6 +490,6 @@ def init_weights(module: nn.Module, generator: torch.Generator, residual_layers:
             if leaf in ("o", "down"):
                 std /= math.sqrt(2 * residual_layers)
             elif leaf == "head":
-                std /= 2
+                std *= head_scale
         with torch.no_grad():
             parameter.normal_(0.0, std, generator=generator)

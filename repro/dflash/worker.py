@@ -187,7 +187,8 @@ class TargetWorker:
                 target = Target(p)
             materialise(target, device, dtype)
             # One seed for all workers: they stand for one and the same target.
-            init_weights(target, device_generator(device, options.seed, "target"), p.target_depth)
+            generator = device_generator(device, options.seed, "target")
+            init_weights(target, generator, p.target_depth, p.head_scale)
             self.target = target.eval().requires_grad_(False)
         else:
             self.target = _HFTarget(options.target[3:], device, dtype)
@@ -379,7 +380,8 @@ class DrafterWorker:
         with torch.device("meta"):
             model = Drafter(p, options.compile, device, options.backend)
         materialise(model, device, torch.float32)
-        init_weights(model, device_generator(device, options.seed, drafter, "drafter"), p.layers)
+        generator = device_generator(device, options.seed, drafter, "drafter")
+        init_weights(model, generator, p.layers, p.head_scale)
         self.model = model
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=options.lr or p.lr, fused=device.type == "cuda"
