@@ -99,9 +99,7 @@ def test_flex_attention_equals_dense_attention(length: int) -> None:
     upstream = torch.randn(shapes[0], generator=g)
     mask = model.draft_block_mask(anchors, valid, length, p.block)
     flex = model._flex_attention_cpu(*inputs, mask)
-    dense = model._dense_attention(
-        *inputs, model.draft_dense_mask(anchors, valid, length, p.block)
-    )
+    dense = model._dense_attention(*inputs, model.draft_dense_mask(anchors, valid, length, p.block))
     torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-4)
     for a, b in zip(
         torch.autograd.grad(flex, inputs, upstream),

@@ -242,9 +242,7 @@ def test_hang_is_ended_with_all_stacks(workers: str, tmp_path: Path) -> None:
 
 def test_profile_lists_the_operators_of_each_drafter(tmp_path: Path) -> None:
     path = tmp_path / "profile"
-    code, output = train(
-        *PLAIN, "--drafters", "cpu,cpu", "--steps", "2", "--profile", str(path)
-    )
+    code, output = train(*PLAIN, "--drafters", "cpu,cpu", "--steps", "2", "--profile", str(path))
     assert code == 0, output
     told = json.loads(path.read_text())
     assert [d["drafter"] for d in sorted(told["drafters"], key=lambda d: d["drafter"])] == [0, 1]

@@ -33,6 +33,7 @@ FAULTS = {
     "F14": "configuration does not reach autograd's threads",
     "F15": "fake tensors on threads crash without a GPU",
     "F16": "DataParallel of a compiled module fails",
+    "F17": 'mode="reduce-overhead" fails or loses outputs on threads',
 }
 PROBES = Path(__file__).with_name("doctor_probes.py")
 LIMIT = 300

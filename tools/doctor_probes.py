@@ -450,6 +450,16 @@ def f16() -> Finding:
     return OK if error is None else affected(first_line(error))
 
 
+def f17() -> Finding:
+    from torch._inductor import cudagraph_trees
+
+    local = cudagraph_trees.local
+    error = start(lambda: cudagraph_trees.get_obj(local, "tree_manager_containers")).exception()
+    if error is not None:
+        return affected("a new thread has no CUDA graph trees")
+    return not_here("the rest is not probed")
+
+
 PROBES = {
     "F1": f1,
     "F2": f2,
@@ -467,6 +477,7 @@ PROBES = {
     "F14": f14,
     "F15": f15,
     "F16": f16,
+    "F17": f17,
 }
 
 
