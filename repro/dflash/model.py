@@ -398,16 +398,16 @@ class _FrozenHeadLoss(torch.autograd.Function):
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows].to(head.dtype) @ head.T).float()  # [chunk, V]
+            logits = hidden[rows].to(head.dtype) @ head.T  # [chunk, V]
             predicted[rows] = logits.argmax(-1)
-            target, scale = labels[rows, None], weights[rows] / total
-            log_z = logits.logsumexp(-1)  # [chunk]
-            loss += ((log_z - logits.gather(1, target)[:, 0]) * scale).sum()
+            target, scale = labels[rows, None], (weights[rows] / total)[:, None]
+            log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)  # [chunk, V]
+            loss -= (log_p.gather(1, target) * scale).sum()
             if grad is not None:
-                p = logits.sub_(log_z[:, None]).exp_()  # softmax, in place
-                p.scatter_add_(1, target, torch.full_like(p[:, :1], -1.0))
-                p *= scale[:, None]
-                grad[rows] = (p.to(head.dtype) @ head).to(grad.dtype)
+                # (softmax - one-hot) * scale, in as few passes over [chunk, V] as may be
+                p = torch.mul(log_p.exp_(), scale, out=logits)
+                p.scatter_add_(1, target, -scale.to(p.dtype))
+                grad[rows] = (p @ head).to(grad.dtype)
         if grad is not None:
             ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(predicted)
