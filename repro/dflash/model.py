@@ -57,7 +57,7 @@ PRESETS = {
     # The learning rate is far above the recipe's, as is usual for so narrow a model.
     "tiny": Preset(
         hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=512, vocab=256,
-        block=8, anchors=16, sequence=128, shortest=64, length_step=8, batch=2,
+        block=8, anchors=16, sequence=128, shortest=64, length_step=8, batch=4,
         target_depth=8, gamma=4.0, mask_id=0, lr=3e-3,
     ),
     "qwen2.5-0.5b": Preset(

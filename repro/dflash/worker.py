@@ -437,9 +437,10 @@ class DrafterWorker:
         return loss, *draft_scores(predicted, labels, weights, p.block)
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up over the first 4 % of the steps, then constant."""
-        peak = self.options.lr or self.p.lr
-        return peak * min(1.0, (step + 1) / max(1, round(0.04 * self.options.steps)))
+        """Linear warm-up over the first 4 % of the steps, then linear decay towards zero."""
+        steps = self.options.steps
+        rise = (step + 1) / max(1, round(0.04 * steps))
+        return (self.options.lr or self.p.lr) * min(1.0, rise) * (1 - step / steps)
 
     def update(self, batch: Batch) -> tuple[float, float, float]:
         """One training step; returns loss, accuracy and accepted prefix before the update."""
@@ -631,6 +632,7 @@ def identity(options: Namespace, p: Preset, corpus: Corpus, drafter: int) -> dic
         "vary_length": options.vary_length,
         "target": options.target,
         "lr": options.lr or p.lr,
+        "steps": options.steps,  # the learning rate follows from it
     }
 
 
