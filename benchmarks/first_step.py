@@ -8,7 +8,8 @@ A run is a fresh process in which each worker has a model of its own (layers of 
 flex_attention under a causal block mask and an MLP), runs it forward and backward at several
 sequence lengths, and compares outputs and gradients with scaled_dot_product_attention in float32.
 --devices takes one or more sets of devices, each set a run's workers: cuda:0-1 is a worker on each
-of two GPUs, cuda:0x3 three on one, cuda:0-1x3 three on each of two. Arms, interleaved:
+of two GPUs, cuda:0x3 three on one, cuda:0-1x3 three on each of two; ARM=SET is for that arm alone.
+Arms, interleaved:
 
     stock-threads     a thread for each worker, stock torch
     stock-workaround  the same with torch._dynamo.config.force_compile_during_fx_trace
@@ -88,6 +89,18 @@ def parse_devices(text: str) -> list[str]:
     return devices
 
 
+def parse_set(text: str) -> tuple[str | None, tuple[str, ...]]:
+    """``ARM=SET`` or ``SET``: the one arm that the set is for, if there is one, and its devices.
+
+    Raises:
+        argparse.ArgumentTypeError: not a set of devices, or no such arm.
+    """
+    arm, separator, devices = text.rpartition("=")
+    if separator and arm not in ARMS:
+        raise argparse.ArgumentTypeError(f"unknown arm {arm!r}; there are {', '.join(ARMS)}")
+    return arm or None, tuple(parse_devices(devices))
+
+
 def parse_lengths(text: str) -> list[int]:
     lengths = [benchlib.positive_int(part) for part in text.split(",")]
     if any(length % 128 for length in lengths):
@@ -156,7 +169,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.worker:
         return args
     try:
-        args.sets = [parse_devices(text) for text in args.devices]
+        args.sets = [parse_set(text) for text in args.devices]
     except argparse.ArgumentTypeError as e:
         parser.error(f"--devices: {e}")
     if args.hidden % args.head_dim:
@@ -165,6 +178,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown := [arm for arm in chosen if arm not in ARMS]:
         parser.error(f"--arms: unknown arm {unknown[0]!r}; there are {', '.join(ARMS)}")
     args.arms = [arm for arm in ARMS if arm in chosen]
+    if all(only for only, _ in args.sets):
+        args.arms = [arm for arm in args.arms if arm in {only for only, _ in args.sets}]
+    if not args.arms:
+        parser.error("--devices and --arms leave no arm")
     if "patched-threads" in args.arms and not (args.patched or args.patched_pythonpath):
         parser.error("name the patched torch: --patched PY or --patched-pythonpath DIR")
     if args.patched_pythonpath and not (Path(args.patched_pythonpath) / "torch").is_dir():
@@ -519,7 +536,8 @@ class Runner:
             stack = folder / f"stacks-{i}"
             if stack.exists():
                 stacks += stack.read_text(errors="replace")
-            if child.returncode not in (0, -signal.SIGKILL):
+            # SIGUSR1 ends a process that hangs before it can say where.
+            if child.returncode not in (0, -signal.SIGKILL, -signal.SIGUSR1):
                 log = (folder / f"log-{i}").read_text(errors="replace").strip().splitlines()
                 code = child.returncode
                 why = signal.Signals(-code).name if code < 0 else (log or [f"exit code {code}"])[-1]
@@ -664,10 +682,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     configs = [
-        Config(tuple(devices), arm, code, caches)
-        for devices, arm, code, caches in itertools.product(
+        Config(devices, arm, code, caches)
+        for (only, devices), arm, code, caches in itertools.product(
             args.sets, args.arms, args.code, args.caches
         )
+        if only in (None, arm)
     ]
     with tempfile.TemporaryDirectory(prefix="first-step-", ignore_cleanup_errors=True) as folder:
         runner = Runner(args, Path(folder))
@@ -683,7 +702,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if fact["patched"] != patched:
                 wanted, is_ = ("patched", "stock") if patched else ("stock", "patched")
                 args.parser.error(f"the torch that should be {wanted} ({fact['torch']}) is {is_}")
-            if missing := [d for s in args.sets for d in s if d != "cpu"
+            if missing := [d for _, s in args.sets for d in s if d != "cpu"
                            and int(d.partition(":")[2]) >= len(fact["gpus"])]:  # fmt: skip
                 args.parser.error(f"--devices: torch {fact['torch']} sees no {missing[0]}")
         report: dict[str, Any] = {
@@ -716,7 +735,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if args.json:
                     benchlib.write_json(args.json, report)
 
-        fills = {(c.arm, c.code): c for c in configs if c.caches == "on"}
+        fills = {(c.arm, c.code, frozenset(c.devices)): c for c in configs if c.caches == "on"}
         rounds: list[list[tuple[Config, int | None]]] = [
             [(config, None) for config in fills.values()],
             [(c, r) for r in range(args.repetitions) for c in configs],

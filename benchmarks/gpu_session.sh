@@ -27,9 +27,9 @@
 # In three calls of less than ten minutes on a machine with two GPUs and 32 cores; what measures
 # throughput or times is alone there:
 #
-#   gpu_session.sh doctor+tests:430+threads1:430+threads2:430+stress:300+train1:300+train2:400
-#   gpu_session.sh drafters2:330 drafters3:200
-#   gpu_session.sh firststep:200 drafters1:240@0+firstmore:240@1
+#   gpu_session.sh doctor+tests:470+threads1:470+threads2:470+stress:300+train2:400
+#   gpu_session.sh drafters2:280 drafters3:160
+#   gpu_session.sh firststep:230 firstmore:110 drafters1:190@0+train1:190@1
 #
 # Environment:
 #   OUT       where results go (default ./gpu-results): summary.txt, results.tar.gz with the JSON
@@ -69,7 +69,7 @@ first_step() {
   shift
   local small=()
   if [[ -n $SMOKE ]]; then
-    small=(--hidden 64 --head-dim 16 --layers 1 --lengths "128,256" --backend aot_eager)
+    small=(--hidden 32 --head-dim 16 --layers 1 --lengths "128,256" --backend aot_eager)
   fi
   "$PYTHON" "$root/benchmarks/first_step.py" --patched-pythonpath "$OVERLAY" \
     --json "$results/$name.json" "$@" "${small[@]}"
@@ -167,7 +167,7 @@ section_threads1() {
     --repetitions "$(times_or_one 2)" --side-by-side 2 &
   first_step threads1-workaround --devices "${sets[0]}" --arms stock-workaround --timeout 90 \
     --repetitions "$(times_or_one 3)" --side-by-side 3 &
-  first_step threads1 --devices "${sets[@]}" --arms patched-threads --caches off on \
+  first_step threads1 --devices "${sets[@]}" --arms patched-threads --caches off on --layers 1 \
     --repetitions "$(times_or_one 10)" --side-by-side "$side" --timeout 240 \
     --budget "$((limit - 90))" || status=$?
   wait
@@ -179,36 +179,35 @@ section_threads2() {
   first_step threads2-stock --devices "$(on 0-1 1)" --arms stock-threads,stock-workaround \
     --timeout 90 --repetitions "$(times_or_one 2)" --side-by-side 2 &
   first_step threads2 --devices "$(on 0-1 1)" "$(on 0-1 3)" --arms patched-threads \
-    --caches off on --repetitions "$(times_or_one 10)" --side-by-side "$side" --timeout 240 \
-    --budget "$((limit - 90))" || status=$?
+    --caches off on --layers 1 --repetitions "$(times_or_one 10)" --side-by-side "$side" \
+    --timeout 240 --budget "$((limit - 90))" || status=$?
   wait
   return "$status"
 }
 
 # One step is enough to tell when it ends.
 section_firststep() {
-  local sets length=512 status=0
-  sets=("$(on 0 1)" "$(on 0 3)")
+  local more=(--repetitions "$(times_or_one 3)" --lengths 512 --timeout 90) status=0
+  local began=$SECONDS
+  first_step firststep-shared --code shared "${more[@]}" --budget "$((limit / 2 - 25))" \
+    --devices "stock-threads=$(on 0 1)" "patched-threads=$(on 0 3)" || status=$?
   if ((gpus > 1)); then
-    sets+=("$(on 0-1 1)")
+    first_step firststep-own --code own "${more[@]}" \
+      --budget "$((limit - 25 - (SECONDS - began)))" \
+      --devices "patched-threads=$(on 0-1 1)" "processes=$(on 0-1 1)" || status=$?
   fi
-  first_step firststep-shared --devices "${sets[@]:0:2}" --code shared --lengths "$length" \
-    --arms stock-threads,patched-threads --repetitions "$(times_or_one 3)" --timeout 90 \
-    --budget "$((limit * 2 / 5))" || status=$?
-  first_step firststep-own --devices "${sets[@]:1}" --code own --lengths "$length" \
-    --arms patched-threads,processes --repetitions "$(times_or_one 3)" --timeout 90 \
-    --budget "$((limit * 2 / 5))" || status=$?
   return "$status"
 }
 
 section_firstmore() {
   local sets
-  sets=("$(on 0 1)" "$(on 0 2)" "$(on 0 3)" "$(on 0 6)")
+  sets=("$(on 0 3)" "$(on 0 1)" "$(on 0 6)" "$(on 0 2)")
   if ((gpus > 1)); then
     sets+=("$(on 0-1 1)" "$(on 0-1 3)")
   fi
-  first_step firstmore --devices "${sets[@]}" --code own --lengths 512 --caches on off \
-    --arms patched-threads,processes --repetitions 1 --timeout 120 --budget "$((limit - 60))"
+  first_step firstmore --devices "${sets[@]}" --code own --lengths 512 --caches off on \
+    --arms patched-threads,processes --repetitions 1 --timeout 90 --budget "$((limit - 40))" \
+    --side-by-side "$((cores > 8 ? cores / 8 : 1))"
 }
 
 section_stress() {

@@ -60,6 +60,15 @@ def test_bad_devices_are_refused(text: str) -> None:
         first_step.parse_devices(text)
 
 
+def test_a_set_may_be_for_one_arm() -> None:
+    assert first_step.parse_set("processes=cuda:0-1") == ("processes", ("cuda:0", "cuda:1"))
+    assert first_step.parse_set("cpu") == (None, ("cpu",))
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown arm 'process'"):
+        first_step.parse_set("process=cpu")
+    args = first_step.parse_arguments(["--devices", "processes=cpu", "stock-threads=cpux2"])
+    assert args.arms == ["stock-threads", "processes"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,17 +132,31 @@ def test_threads_on_cpu_reach_their_first_step(tmp_path: Path) -> None:
     assert report["torch"] and "cpu x2" in done.stdout
 
 
-def test_a_run_that_does_not_end_is_hung_and_keeps_its_stacks(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+HANGING_BACKEND = """
+import sys, threading
+if "--worker" in sys.orig_argv:
+    import torch._dynamo
+    @torch._dynamo.register_backend
+    def hangs(gm, example_inputs):
+        threading.Event().wait()
+"""
+
+
+def test_a_run_that_hangs_is_ended_and_keeps_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm, option = arm_here()
+    (tmp_path / "sitecustomize.py").write_text(HANGING_BACKEND)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     out = tmp_path / "out.json"
-    # Too little time for anything: a hang as far as the program can tell.
-    done = run("--devices", "cpu", "--arms", "processes", *SMALL, "--timeout", "0.001",
-               "--json", str(out), "--stock", sys.executable)  # fmt: skip
-    if done.returncode == 2:
-        pytest.skip("the torch here is patched, and this arm is for stock torch")
+    done = run("--devices", "cpux2", "--arms", arm, option, *SMALL, "--backend", "hangs",
+               "--timeout", "60", "--json", str(out))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (one,) = json.loads(out.read_text())["runs"]
-    assert one["outcome"] == "hung" and "1 of 1 workers did not end" in one["error"]
+    report = json.loads(out.read_text())
+    (one,) = report["runs"]
+    assert one["outcome"] == "hung" and one["error"] == "2 of 2 workers did not end"
+    assert "in hangs" in one["stacks"] and "in worker_main" in one["stacks"]
+    assert report["summary"][0]["first_step_s"] is None and "2 of 2" in done.stdout
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
