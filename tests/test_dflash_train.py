@@ -114,7 +114,7 @@ def test_metrics_tell_the_run(reference: Path) -> None:
         (d, s) for d in range(3) for s in range(1, 6)
     ]
     for e in steps:
-        assert e["tokens"] == 4 * e["length"]
+        assert e["tokens"] == 2 * e["length"]
         seconds = e["data_s"] + e["step_s"]
         assert e["ktok_s"] == pytest.approx(e["tokens"] / seconds / 1e3)
     assert len({e["length"] for e in steps}) > 2, "lengths do not vary"

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .model import Preset
 
-HELD_OUT = 0.05  # share of the text, at its end, that is never trained on
+HELD_OUT = 20  # every 20th stretch of the text is never trained on
+STRETCH = 4096  # tokens
 DEFAULT_BYTES = 6_000_000
 
 
@@ -87,20 +88,23 @@ def load_bytes(files: Sequence[Path] | None) -> bytes:
 
 
 def make_corpus(tokens: Tensor, p: Preset) -> Corpus:
-    """Cuts 1-D ``tokens`` into train and held-out parts.
+    """Cuts 1-D ``tokens`` into train and held-out parts, both from all over the text.
 
     Raises:
         DataError: the text is too short for a sequence in each part.
     """
     need = p.sequence + 1
-    held_out = max(int(len(tokens) * HELD_OUT), need)
     if len(tokens) < 2 * need:
         raise DataError(
             f"the text has {len(tokens)} tokens, but sequences of {p.sequence} need at least "
             f"{2 * need} (one to train on, one held out): give more --text or a smaller preset"
         )
+    stretch = max(need, min(STRETCH, len(tokens) // HELD_OUT))
+    number = torch.arange(len(tokens)) // stretch
+    every = min(HELD_OUT, len(tokens) // stretch)
+    held_out = number % every == every - 1
     digest = hashlib.sha256(tokens.to(torch.int32).numpy().tobytes()).hexdigest()[:16]
-    return Corpus(tokens[:-held_out], tokens[-held_out:], digest)
+    return Corpus(tokens[~held_out], tokens[held_out], digest)
 
 
 def generator_for(*key: object) -> torch.Generator:

@@ -47,7 +47,7 @@ class Preset:
     gamma: float  # decay of the label weights along a block
     mask_id: int  # a token id that no text contains
     lr: float = 6e-4
-    head_scale: float = 8.0  # length of the rows of the random LM head
+    head_scale: float = 32.0  # length of the rows of the random LM head
     rope_theta: float = 1e6
     eps: float = 1e-6
 
@@ -57,7 +57,7 @@ PRESETS = {
     # The learning rate is far above the recipe's, as is usual for so narrow a model.
     "tiny": Preset(
         hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=512, vocab=256,
-        block=8, anchors=16, sequence=128, shortest=64, length_step=8, batch=4,
+        block=8, anchors=16, sequence=128, shortest=64, length_step=8, batch=2,
         target_depth=8, gamma=4.0, mask_id=0, lr=3e-3,
     ),
     "qwen2.5-0.5b": Preset(
@@ -468,12 +468,12 @@ def draft_scores(
 
 
 def init_weights(
-    module: nn.Module, generator: torch.Generator, residual_layers: int, head_scale: float
+    module: nn.Module, generator: torch.Generator, residual_scale: float, head_scale: float
 ) -> None:
     """Fills every parameter of ``module`` in order from ``generator``, never from global state.
 
     Linear weights are normal with variance 1/fan-in, those that end in a residual stream
-    (``o`` and ``down``) scaled by 1/sqrt(2 * residual_layers). Embeddings have unit variance.
+    (``o`` and ``down``) scaled by ``residual_scale``. Embeddings have unit variance.
     Rows of the LM head have length ``head_scale``, and a drafter's last norm starts at
     1/(2 * head_scale): an untrained drafter's loss is near ln V, yet it takes small steps of the
     weights, not hundreds, to make logits large. Other norms start at one.
@@ -488,7 +488,7 @@ def init_weights(
         else:
             std = 1 / math.sqrt(parameter.shape[1])
             if leaf in ("o", "down"):
-                std /= math.sqrt(2 * residual_layers)
+                std *= residual_scale
             elif leaf == "head":
                 std *= head_scale
         with torch.no_grad():

@@ -175,7 +175,7 @@ def parser() -> Parser:
     a.add_argument(
         "--workers", choices=("threads", "processes", "sequential"), default="threads"
     )
-    a.add_argument("--steps", type=positive, default=300)
+    a.add_argument("--steps", type=positive, default=1000)
     a.add_argument("--seed", type=count, default=0)
     a.add_argument("--lr", type=above_zero, help="peak learning rate (default: the preset's)")
     a.add_argument(
@@ -225,7 +225,7 @@ def parser() -> Parser:
         "--eval-every", type=count, default=0, metavar="STEPS",
         help="held-out loss every so often (default 0: after the last step only)",
     )
-    a.add_argument("--eval-batches", type=count, help="default 16 for tiny, else 2; 0: no held-out")
+    a.add_argument("--eval-batches", type=count, help="default 32 for tiny, else 2; 0: no held-out")
     a.add_argument("--log-every", type=count, help="steps between progress lines; 0: none")
     a.add_argument("--metrics", metavar="FILE", help="JSON lines, see above")
     a.add_argument("--profile", metavar="FILE", help="kernels of a steady step, see above")
@@ -263,7 +263,7 @@ def parse(arguments: list[str] | None) -> Namespace:
     if o.threads is None:
         o.threads = 1 if on_cpu else 0
     if o.eval_batches is None:
-        o.eval_batches = 16 if o.preset == "tiny" else 2
+        o.eval_batches = 32 if o.preset == "tiny" else 2
     if o.log_every is None:
         o.log_every = max(1, o.steps // 10)
     if o.resume and not o.checkpoint:

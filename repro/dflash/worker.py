@@ -188,7 +188,7 @@ class TargetWorker:
             materialise(target, device, dtype)
             # One seed for all workers: they stand for one and the same target.
             generator = device_generator(device, options.seed, "target")
-            init_weights(target, generator, p.target_depth, p.head_scale)
+            init_weights(target, generator, (2 * p.target_depth) ** -0.5, p.head_scale)
             self.target = target.eval().requires_grad_(False)
         else:
             self.target = _HFTarget(options.target[3:], device, dtype)
@@ -381,7 +381,7 @@ class DrafterWorker:
             model = Drafter(p, options.compile, device, options.backend)
         materialise(model, device, torch.float32)
         generator = device_generator(device, options.seed, drafter, "drafter")
-        init_weights(model, generator, p.layers, p.head_scale)
+        init_weights(model, generator, 1.0, p.head_scale)
         self.model = model
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=options.lr or p.lr, fused=device.type == "cuda"
