@@ -33,9 +33,11 @@
 #
 # Environment:
 #   OUT       where results go (default ./gpu-results): summary.txt, results.tar.gz with the JSON
-#             files, logs.tar.gz; both archives are written again after each group
+#             files, logs.tar.gz; both archives are written anew every half minute
 #   PYTHON    the interpreter with torch (default python3)
 #   OVERLAY   the folder of the patched copy (default fxctx-overlay in the temporary folder)
+#   GROW      GiB of memory to touch in setup, for a virtual machine whose memory grows only as fast
+#             as one process fills it, while many are about to start (default 0)
 #   SMOKE=1   try the script itself: on the CPU, tiny sizes, one repetition
 set -euo pipefail
 
@@ -85,7 +87,7 @@ run_drafters() {
   fi
   local options=(--patched-pythonpath "$OVERLAY" --preset "$preset" --drafters "$devices"
     --json "$results/$name.json" --resume --shared-caches
-    --steps "$steps" --hang-timeout 60 --run-timeout 120)
+    --steps "$steps" --hang-timeout 75 --run-timeout 130)
   local part
   for part in reference,stock-threads,stock-workaround:1 patched-threads,processes:3 all:3; do
     local left=$((limit - 15 - (SECONDS - began)))
@@ -117,7 +119,11 @@ on() {
 }
 
 section_setup() {
-  local site
+  local site grow=''
+  if ((${GROW:-0} > 0)); then
+    "$PYTHON" -c "import numpy; kept = [numpy.ones(2**27) for _ in range($GROW)]" &
+    grow=$!
+  fi
   site=$("$PYTHON" -c 'import importlib.util as u, os
 spec = u.find_spec("torch")
 print(os.path.dirname(os.path.dirname(spec.origin)) if spec else "")')
@@ -143,6 +149,9 @@ import torch.nn.attention.flex_attention
 print(torch.__version__, torch.__file__, torch.cuda.device_count(), "GPUs")'
   "$PYTHON" -c "$check"
   with_patched "$PYTHON" -c "$check"
+  if [[ -n $grow ]]; then
+    wait "$grow" || echo "memory did not grow to $GROW GiB"
+  fi
 }
 
 section_doctor() {
@@ -156,8 +165,8 @@ section_doctor() {
 
 section_tests() {
   "$PYTHON" "$root/benchmarks/gpu_tests.py" --patched-pythonpath "$OVERLAY" \
-    --json "$results/torch_tests.json" --logs "$logs/tests" --jobs "$((cores > 8 ? cores / 2 : 2))" \
-    --file-timeout "$((limit - 30))" ${SMOKE:+--select tracing_flag}
+    --json "$results/torch_tests.json" --logs "$logs/tests" --jobs "$((cores > 8 ? cores / 3 : 2))" \
+    --test-timeout 180 --file-timeout "$((limit - 30))" ${SMOKE:+--select tracing_flag}
 }
 
 section_threads1() {
@@ -175,7 +184,7 @@ section_threads1() {
 }
 
 section_threads2() {
-  local side=$((cores > 4 ? cores / 4 : 1)) status=0
+  local side=$((cores > 5 ? cores / 5 : 1)) status=0
   first_step threads2-stock --devices "$(on 0-1 1)" --arms stock-threads,stock-workaround \
     --timeout 90 --repetitions "$(times_or_one 2)" --side-by-side 2 &
   first_step threads2 --devices "$(on 0-1 1)" "$(on 0-1 3)" --arms patched-threads \
@@ -278,8 +287,8 @@ run_section() {
 pack() {
   local name
   for name in results logs; do
-    tar -C "$work" -czf "$OUT/.$name.tar.gz" "$name" 2>/dev/null || true
-    mv -f "$OUT/.$name.tar.gz" "$OUT/$name.tar.gz"
+    tar -C "$work" -czf "$work/$name.$BASHPID" "$name" 2>/dev/null || true
+    mv -f "$work/$name.$BASHPID" "$OUT/$name.tar.gz"
   done
 }
 
@@ -355,6 +364,11 @@ if [[ -z $SMOKE && $gpus -eq 0 ]]; then
 fi
 mkdir -p "$OUT" "$results" "$logs"
 began=$(date +%s)
+while sleep 30; do
+  pack
+done &
+packer=$!
+trap 'kill "$packer" 2>/dev/null || true' EXIT
 run_group setup:300
 if ! [[ -f $OVERLAY/complete ]] || ! grep -q GPUs "$logs/setup.log"; then
   fail "setup failed, see above"
