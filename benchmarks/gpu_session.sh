@@ -270,7 +270,7 @@ run_section() {
     environment=(CUDA_VISIBLE_DEVICES="$gpu")
   fi
   env "${environment[@]}" OUT="$OUT" OVERLAY="$OVERLAY" \
-    timeout --kill-after=10 "$seconds" bash "${BASH_SOURCE[0]}" --section "$name" "$seconds" \
+    timeout --kill-after=15 "$seconds" bash "${BASH_SOURCE[0]}" --section "$name" "$seconds" \
     >"$logs/$name.log" 2>&1 || status=$?
   local what="exit status $status"
   case $status in
@@ -350,6 +350,7 @@ last_gpu=$((gpus > 1 ? 1 : 0))
 
 if [[ $1 == --section ]]; then
   limit=$3
+  trap 'wait; exit 124' TERM # once the programs, which get the signal too, have written results
   "section_$2"
   exit
 fi
