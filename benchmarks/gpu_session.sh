@@ -27,9 +27,9 @@
 # In three calls of less than ten minutes on a machine with two GPUs and 32 cores; what measures
 # throughput or times is alone there:
 #
-#   gpu_session.sh doctor+tests:470+threads1:470+threads2:470+stress:300+train2:400
-#   gpu_session.sh drafters2:280 drafters3:160
-#   gpu_session.sh firststep:230 firstmore:110 drafters1:190@0+train1:190@1
+#   gpu_session.sh doctor+tests:430+threads1:430+threads2:430+stress:300+train2:400
+#   gpu_session.sh drafters2:280 drafters3:160 firstmore:110
+#   gpu_session.sh firststep:220 drafters1:270@0+train1:270@1
 #
 # Environment:
 #   OUT       where results go (default ./gpu-results): summary.txt, results.tar.gz with the JSON
@@ -77,7 +77,7 @@ first_step() {
     --json "$results/$name.json" "$@" "${small[@]}"
 }
 
-# First each arm that is told by one run, then threads and processes in turns, then the rest.
+# First the reference, then what is compared, threads and processes in turns, then the rest.
 run_drafters() {
   local name=$1 preset=$2 devices=$3 steps=$4 status=0
   local began=$SECONDS
@@ -89,7 +89,7 @@ run_drafters() {
     --json "$results/$name.json" --resume --shared-caches
     --steps "$steps" --hang-timeout 75 --run-timeout 130)
   local part
-  for part in reference,stock-threads,stock-workaround:1 patched-threads,processes:3 all:3; do
+  for part in reference:1 patched-threads,processes:3 all:3; do
     local left=$((limit - 15 - (SECONDS - began)))
     if ((left < 20)); then
       status=4
@@ -220,7 +220,7 @@ section_firstmore() {
 }
 
 section_stress() {
-  local device=cuda ops=20000 status=0
+  local device=cuda ops=8000 status=0
   if [[ -n $SMOKE ]]; then
     device=cpu ops=100
   fi
