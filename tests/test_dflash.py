@@ -274,6 +274,8 @@ def test_batches_depend_on_their_place_alone(small) -> None:
     for other in ((1, 1, "train", 5), (0, 2, "train", 5), (0, 1, "held_out", 5)):
         batch = data.draw_batch(corpus, small, *other, True)
         assert not torch.equal(batch.tokens, first.tokens)
+    held_out = [data.draw_batch(corpus, small, 0, d, "held_out", 3, True) for d in (0, 1)]
+    assert torch.equal(held_out[0].tokens, held_out[1].tokens)
     lengths = {
         data.draw_batch(corpus, small, 0, 0, "train", i, True).tokens.shape[1] for i in range(60)
     }

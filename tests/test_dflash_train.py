@@ -186,7 +186,7 @@ def test_ctrl_c_saves_and_resume_goes_on_with_the_same_losses(tmp_path: Path) ->
 def test_failure_of_one_worker_stops_all_with_one_traceback(workers: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics"
     code, output = train(
-        *PLAIN, "--workers", workers, "--steps", "100000", "--drafters", "cpu,cpu",
+        *PLAIN, "--workers", workers, "--steps", "3000", "--drafters", "cpu,cpu",
         "--metrics", str(path), *(["--steps", "6"] if workers == "sequential" else []),
         script=broken(tmp_path, "raise RuntimeError('the disk is on fire')"), timeout=90,
     )  # fmt: skip
@@ -219,7 +219,7 @@ def test_the_bug_is_named_when_it_shows(message: str, tmp_path: Path) -> None:
 
 def test_process_that_dies_without_a_word_is_a_failure(tmp_path: Path) -> None:
     code, output = train(
-        *PLAIN, "--workers", "processes", "--drafters", "cpu,cpu", "--steps", "100000",
+        *PLAIN, "--workers", "processes", "--drafters", "cpu,cpu", "--steps", "3000",
         script=broken(tmp_path, "os.kill(os.getpid(), 9)"), timeout=90,
     )  # fmt: skip
     assert code == 1
@@ -230,7 +230,7 @@ def test_process_that_dies_without_a_word_is_a_failure(tmp_path: Path) -> None:
 def test_hang_is_ended_with_all_stacks(workers: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics"
     code, output = train(
-        *PLAIN, "--workers", workers, "--drafters", "cpu,cpu", "--steps", "100000",
+        *PLAIN, "--workers", workers, "--drafters", "cpu,cpu", "--steps", "3000",
         "--hang-timeout", "15", "--metrics", str(path),
         script=broken(tmp_path, "threading.Event().wait()"), timeout=120,
     )  # fmt: skip

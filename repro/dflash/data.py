@@ -153,9 +153,9 @@ def draw_batch(
     prompt: it is context, but not supervised, so no anchor falls there.
 
     Args:
-        split: ``train`` or ``held_out``.
+        split: ``train`` or ``held_out``; held-out batches are the same for all drafters.
     """
-    generator = generator_for(seed, drafter, split, index)
+    generator = generator_for(seed, drafter if split == "train" else split, split, index)
     text = corpus.train if split == "train" else corpus.held_out
     lengths = context_lengths(p, vary)
     length = lengths[int(torch.randint(len(lengths), (), generator=generator))]

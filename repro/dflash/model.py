@@ -493,3 +493,26 @@ def init_weights(
                 std *= head_scale
         with torch.no_grad():
             parameter.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def teach_frequencies(
+    head: Tensor, tokens: Tensor, generator: torch.Generator, scale: float
+) -> None:
+    """Gives the random LM head the one property of a trained one that a drafter cannot do without.
+
+    Trained heads hold the frequency of tokens along a direction of their own. Without one, no
+    hidden state can make all tokens that the text never uses unlikely at once, and learning to
+    avoid them takes longer than all else.
+
+    Args:
+        head: [V, D], changed in place.
+        tokens: 1-D ids of a text.
+        generator: draws the direction, on the device of ``head``.
+        scale: a hidden state that is 1/scale along the direction gives the log-frequencies.
+    """
+    counts = torch.bincount(tokens.long(), minlength=head.shape[0]).to(head.device)
+    log_p = ((counts + 0.5) / counts.sum()).log()  # [V]
+    direction = torch.randn(head.shape[1], generator=generator, device=head.device)
+    direction *= scale / direction.norm()
+    head += torch.outer(log_p - log_p.mean(), direction).to(head.dtype)
