@@ -92,6 +92,14 @@ def test_refresh_writes_new_commits_and_tests(torch_env: Torch, tree: Path) -> N
     assert found == {"fx/test_state.py"}
 
 
+def test_refresh_writes_the_table_of_releases(torch_env: Torch, tree: Path) -> None:
+    readme = torch_env.repo / "README.md"
+    readme.write_text("text\n\n| a | b |\n|---|---|\n| 2.1.0 | F3 |\n| 2.0.0 | F9 |\n\ntext\n")
+    assert torch_env.build("refresh", tree).returncode == 0
+    table = f"| a | b |\n|---|---|\n| {RELEASE} | F1, F2 |\n"
+    assert readme.read_text() == f"text\n\n{table}\ntext\n"
+
+
 def test_an_older_release_leaves_torch_tests(torch_env: Torch, tree: Path) -> None:
     newest = torch_env.patches / "v2.99.0"
     newest.mkdir()

@@ -24,13 +24,9 @@ def test_the_newest_release_is_the_one_required() -> None:
 
 
 def test_the_readme_says_what_each_release_mends() -> None:
-    rows = re.findall(r"^\| \d+\.\d+\.\d+ .*", (ROOT / "README.md").read_text(), re.MULTILINE)
-    expected = []
-    for chosen in ALL:
-        faults = {fault for patch in chosen.patches for fault in patch.faults}
-        mends = ", ".join(sorted(faults, key=series.fault_number))
-        expected.append(f"| {chosen.release} | {mends} |")
-    assert rows == expected
+    """./build.sh refresh writes these rows."""
+    rows = re.findall(r"^\| \d+\.\d+\.\d+ .*\n", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert "".join(rows) == series.readme_rows()
 
 
 def test_the_readme_names_the_faults_as_the_doctor_does() -> None:

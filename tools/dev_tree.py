@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -129,9 +130,21 @@ def refresh(args: argparse.Namespace) -> int:
         new.tests()  # They must apply to nothing, as torch_tests/ and the test verb need it.
     replace_patches(folder, written)
     say(f"wrote {count} patches to {folder}")
+    write_readme_rows(series.PATCHES.parent / "README.md")
     if release == newest_release():
         write_torch_tests()
     return 0
+
+
+def write_readme_rows(readme: Path) -> None:
+    """The table of releases in README.md says what the series say."""
+    if readme.exists():
+        text = readme.read_text()
+        rows = series.readme_rows().replace("\\", r"\\")
+        new = re.sub(r"(?:^\| \d+\.\d+\.\d+ \|.*\n)+", rows, text, count=1, flags=re.MULTILINE)
+        if new != text:
+            readme.write_text(new)
+            say(f"wrote the table of releases in {readme}")
 
 
 def replace_patches(folder: Path, written: dict[str, bytes]) -> None:

@@ -123,6 +123,11 @@ class Series:
         parts = [str(fxctx_version())] + [f"{p.name} {p.sha256}" for p in self.patches]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    @property
+    def faults(self) -> list[str]:
+        """What the series mends in a build from source; a wheel has no native patches."""
+        return sorted({f for patch in self.patches for f in patch.faults}, key=fault_number)
+
     def describe(self) -> dict:
         """What a patched torch says about the series that it has."""
         return {
@@ -219,6 +224,11 @@ def find_or_empty(version: str) -> Series:
     """The series for a torch version, empty where there is none yet."""
     folder = PATCHES / f"v{version.partition('+')[0]}"
     return load(folder) if folder.is_dir() else Series(folder, ())
+
+
+def readme_rows() -> str:
+    """The rows of the table of releases in README.md."""
+    return "".join(f"| {s.release} | {', '.join(s.faults)} |\n" for s in all_series() if s.patches)
 
 
 def write_tree(files: dict[str, bytes], folder: Path) -> None:
