@@ -47,7 +47,7 @@ class Preset:
     gamma: float  # decay of the label weights along a block
     mask_id: int  # a token id that no text contains
     lr: float = 6e-4
-    head_scale: float = 32.0  # length of the rows of the random LM head
+    head_scale: float = 8.0  # length of the rows of the random LM head
     rope_theta: float = 1e6
     eps: float = 1e-6
 
@@ -58,7 +58,7 @@ PRESETS = {
     "tiny": Preset(
         hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=512, vocab=256,
         block=8, anchors=16, sequence=128, shortest=64, length_step=8, batch=2,
-        target_depth=8, gamma=4.0, mask_id=0, lr=3e-3,
+        target_depth=8, gamma=4.0, mask_id=0, lr=1.5e-3,
     ),
     "qwen2.5-0.5b": Preset(
         hidden=896, layers=5, heads=14, kv_heads=2, head_dim=64, mlp=4864, vocab=151936,

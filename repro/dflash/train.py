@@ -175,7 +175,7 @@ def parser() -> Parser:
     a.add_argument(
         "--workers", choices=("threads", "processes", "sequential"), default="threads"
     )
-    a.add_argument("--steps", type=positive, default=1000)
+    a.add_argument("--steps", type=positive, default=300)
     a.add_argument("--seed", type=count, default=0)
     a.add_argument("--lr", type=above_zero, help="peak learning rate (default: the preset's)")
     a.add_argument(
