@@ -464,6 +464,31 @@ def test_resume_refuses_the_checkpoint_of_another_run(small, tmp_path) -> None:
             build(o)
 
 
+@pytest.mark.parametrize(
+    ("worker_name", "error", "traceback", "known"),
+    [
+        ("drafter 0 (cpu)", "RuntimeError: Detected that you are using FX to symbolically trace a "
+         "dynamo-optimized function. This is not supported at the moment.", "", True),
+        ("target 0 (cpu)", "NameError: module is not installed as a submodule", "", True),
+        ("target 0 (cpu)", "AssertionError: CURRENT_PATCHER is None in finally block", "", True),
+        ("drafter 0 (cpu)", "TypeError: x", "in module_call_wrapper\n", True),
+        ("target 0 (cpu)", "TypeError: x", "in module_call_wrapper\n", False),
+        ("drafter 0 (cpu)", "torch.OutOfMemoryError: CUDA out of memory", "", False),
+    ],
+)  # fmt: skip
+def test_the_bug_is_told_from_other_errors(
+    worker_name, error, traceback, known, small, capsys
+) -> None:
+    o = options()
+    corpus = worker.load_corpus(o, small)
+    supervisor = train.Supervisor(o, small, corpus)
+    event = {"worker": worker_name, "error": error, "traceback": traceback}
+    assert supervisor.fail(event) == 1
+    told = capsys.readouterr().err
+    assert (train.KNOWN_BUG_LINE in told) == known
+    assert f"{worker_name} failed:" in told
+
+
 def test_device_lists() -> None:
     assert train.parse_devices("cpu, cpu") == [CPU, CPU]
     count = torch.cuda.device_count()

@@ -199,19 +199,11 @@ def test_failure_of_one_worker_stops_all_with_one_traceback(workers: str, tmp_pa
     assert last["error"] == "RuntimeError: the disk is on fire"
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "Detected that you are using FX to symbolically trace a dynamo-optimized function.",
-        "module is not installed as a submodule",
-        "CURRENT_PATCHER is None in finally block",
-    ],
-)
-def test_the_bug_is_named_when_it_shows(message: str, tmp_path: Path) -> None:
+def test_the_bug_is_named_when_it_shows(tmp_path: Path) -> None:
     code, output = train(
         *PLAIN, "--workers", "sequential", "--drafters", "cpu,cpu", "--steps", "3",
         "--eval-batches", "0",
-        script=broken(tmp_path, f"raise RuntimeError({message!r})"),
+        script=broken(tmp_path, "raise NameError('module is not installed as a submodule')"),
     )  # fmt: skip
     assert code == 1
     assert output.count(BUG_LINE) == 1 and "./build.sh doctor" in output
@@ -226,16 +218,19 @@ def test_process_that_dies_without_a_word_is_a_failure(tmp_path: Path) -> None:
     assert "drafter 1 (cpu) failed:\nits process ended with signal 9" in output
 
 
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_hang_is_ended_with_all_stacks(workers: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    # The time that a process needs to start counts too.
+    ("workers", "seconds"), [("threads", "12"), ("processes", "30")]
+)
+def test_hang_is_ended_with_all_stacks(workers: str, seconds: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics"
     code, output = train(
         *PLAIN, "--workers", workers, "--drafters", "cpu,cpu", "--steps", "3000",
-        "--hang-timeout", "15", "--metrics", str(path),
+        "--hang-timeout", seconds, "--metrics", str(path),
         script=broken(tmp_path, "threading.Event().wait()"), timeout=120,
     )  # fmt: skip
     assert code == 3, output
-    assert "hung: drafter 1 has ended no step for 15 s" in output
+    assert f"hung: drafter 1 has ended no step for {seconds} s" in output
     assert 'broken.py", line 8 in update' in output, "the stack that hangs is not shown"
     assert events(path)[-1]["outcome"] == "hung"
 

@@ -16,7 +16,7 @@ Exit codes: 0 trained, or stopped by Ctrl-C; 1 a worker failed; 2 bad usage; 3 h
 began), in the order in which they happened:
 
 ``start``       versions, host, devices, all options, preset sizes
-``warmup``      drafter, device, seconds (only with ``--warmup sequential``)
+``warmup``      drafter or worker (a target), device, seconds (with ``--warmup sequential``)
 ``step``        drafter, device, step (1 for the first), loss, accuracy, accepted (mean accepted
                 prefix), lr, length (S), tokens (B*S), data_s (waiting for or making the batch),
                 step_s (forward, backward and update, up to the device being done), ktok_s
@@ -76,6 +76,7 @@ from .worker import (
     Stopped,
     TargetWorker,
     UsageError,
+    checkpoint_path,
     load_checkpoint,
     load_corpus,
     quiet,
@@ -86,15 +87,15 @@ from .worker import (
 
 OK, FAILED, USAGE, HUNG = 0, 1, 2, 3
 
-# What a process says when threads got into each other's traces, and the frames where it happens.
+# What torch says when threads got into each other's traces.
 KNOWN_BUG = re.compile(
     "Detected that you are using FX to symbolically trace a dynamo-optimized function"
     "|module is not installed as a submodule"
     "|CURRENT_PATCHER"
     "|_EXPORT_MODULE_HIERARCHY must not be None"
-    "|in module_call_wrapper"
-    "|in module_getattr_wrapper"
 )
+# Drafters call modules but never trace one, so theirs is a call that went into another's trace.
+KNOWN_BUG_FRAMES = re.compile("in module_call_wrapper|in module_getattr_wrapper")
 KNOWN_BUG_LINE = (
     "This is the bug: torch.fx keeps its tracing state for the whole process, and threads got into "
     "each other's traces. Run ./build.sh doctor; ./build.sh makes a torch without it."
@@ -649,9 +650,11 @@ class Supervisor:
             del event["event"]
             self.profiles.append(event)
             return
-        if kind in ("done", "stopped"):
+        if kind == "warmup":  # one at a time: the others have waited, not hung
+            self.progress = dict.fromkeys(self.progress, time.monotonic())
+        if kind in ("trained", "done", "stopped"):
             self.progress.pop(drafter, None)
-        if kind == "done":
+        if kind in ("done", "profiling"):
             return
         self.write(event)
         if kind == "step":
@@ -678,6 +681,8 @@ class Supervisor:
     def fail(self, event: dict[str, Any]) -> int:
         self.screen.close()
         known = bool(KNOWN_BUG.search(event["error"] + event["traceback"]))
+        if self.o.workers == "threads" and event["worker"].startswith("drafter"):
+            known |= bool(KNOWN_BUG_FRAMES.search(event["traceback"]))
         text = event["traceback"].rstrip() or event["error"]
         print(f"{event['worker']} failed:\n{text}", file=sys.stderr, flush=True)
         if known:
@@ -745,8 +750,12 @@ def main(arguments: list[str] | None = None) -> int:
         feature_layers(p.target_depth)
         corpus = load_corpus(o, p)
         if o.resume:
-            for drafter in range(len(o.drafters)):
-                load_checkpoint(o, p, corpus, drafter)
+            found = [load_checkpoint(o, p, corpus, i) for i in range(len(o.drafters))]
+            if not any(found):
+                raise UsageError(
+                    f"--resume: {checkpoint_path(o, 0)} does not exist; leave --resume out to "
+                    "start afresh"
+                )
         supervisor = Supervisor(o, p, corpus)
     except (UsageError, DataError, ValueError, OSError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)

@@ -327,7 +327,11 @@ def serve(worker: TargetWorker, target: int, plans: list[Plan], outlet: Outlet, 
     worker.prepare()
     if worker.options.warmup == "sequential":
         with link.turn:
+            link.check()
+            began = time.perf_counter()
             worker.warm()
+            told = {"event": "warmup", "worker": worker.name, "device": str(worker.device)}
+            link.report(told | {"seconds": time.perf_counter() - began})
     link.meet(link.start)
     while pending := {d: items for d, items in pending.items() if items}:
         drafter = outlet.wait_for_room(list(pending))
@@ -390,8 +394,8 @@ class DrafterWorker:
         )
         self.held_out: list[Batch] = []
         self.replayed: dict[int, Batch] = {}
-        if options.resume:
-            self.restore(load_checkpoint(options, p, corpus, drafter))
+        if options.resume and (state := load_checkpoint(options, p, corpus, drafter)):
+            self.restore(state)
 
     # -- checkpoints
 
@@ -503,7 +507,8 @@ class DrafterWorker:
             link.meet(link.finish)
             with link.turn:
                 link.check()
-                self.report(link, "profile", **self.profile(feed, plan))
+                self.report(link, "profiling")
+                self.report(link, "profile", **self.profile())
         self.report(link, "done", step=self.step)
 
     def train(self, feed: QueueFeed | LocalFeed, plan: Plan, link: Link) -> None:
@@ -573,7 +578,7 @@ class DrafterWorker:
             self.replayed[index] = batch
         return batch
 
-    def profile(self, feed: QueueFeed | LocalFeed, plan: Plan) -> dict[str, Any]:
+    def profile(self) -> dict[str, Any]:
         """Profiles a few more steps while the other drafters rest; the run's results stand."""
         from torch.profiler import ProfilerActivity, profile
 
@@ -640,15 +645,15 @@ def identity(options: Namespace, p: Preset, corpus: Corpus, drafter: int) -> dic
 
 def load_checkpoint(
     options: Namespace, p: Preset, corpus: Corpus, drafter: int
-) -> dict[str, Any]:
-    """Reads the checkpoint of a drafter.
+) -> dict[str, Any] | None:
+    """Reads the checkpoint of a drafter; None if it has none, since it never came to a step.
 
     Raises:
-        UsageError: it is not there, not readable, or belongs to another run.
+        UsageError: it is not readable, or belongs to another run.
     """
     path = checkpoint_path(options, drafter)
     if not path.exists():
-        raise UsageError(f"--resume: {path} does not exist; leave --resume out to start afresh")
+        return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         found = state["identity"]
