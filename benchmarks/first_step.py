@@ -478,7 +478,10 @@ class Runner:
                     children.append(
                         subprocess.Popen(
                             [python, str(Path(__file__).resolve()), "--worker", str(file)],
-                            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                            env=environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=log,
                             start_new_session=True,
                         )
                     )

@@ -3,8 +3,10 @@
 
     overhead.py --stock PY --patched PY [--stock PY --patched PY ...]
 
-PY is a Python interpreter, or a folder to put first on PYTHONPATH of the pair's other interpreter
-(a tree with a patched torch/ in it). Each pair must have the same release of torch.
+PY is a Python interpreter, or a folder with torch/ in it, to put first on PYTHONPATH of the pair's
+other interpreter, or of --python where both are folders. Each pair must have the same release.
+Compare like with like: two environments, or two folders. A folder against an environment differs
+by some percent already where the two hold the same files.
 
 For each pair, --processes times: one worker process of each arm is started, and for each benchmark
 the two take turns, --rounds times, the first one changing each time, while the other one waits.
@@ -364,6 +366,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stock", action="append", metavar="PY", help="a stock arm; may repeat")
     parser.add_argument("--patched", action="append", metavar="PY", help="its patched arm")
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="PY", help="for two folders (default: this one)"
+    )
     number = benchlib.positive_int
     parser.add_argument("--processes", type=number, default=3, help="of each arm (default 3)")
     parser.add_argument(
@@ -390,16 +395,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def resolve(stock: str, patched: str) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
-    """(interpreter, PYTHONPATH) of the two arms of a pair; ValueError where one is neither."""
+Runnable = tuple[str, str | None]  # an interpreter and its PYTHONPATH
 
-    def one(name: str, other: str) -> tuple[str, str | None]:
+
+def resolve(stock: str, patched: str, python: str) -> tuple[Runnable, Runnable]:
+    """The two arms of a pair; ``python`` runs two folders. ValueError where one is neither."""
+
+    def one(name: str, other: str) -> Runnable:
         if Path(name).is_dir():
             if not (Path(name) / "torch").is_dir():
                 raise ValueError(f"{name}: a folder without torch/ in it")
-            if Path(other).is_dir():
-                raise ValueError(f"{name}: one arm of a pair must be an interpreter")
-            return other, str(Path(name).resolve())
+            return python if Path(other).is_dir() else other, str(Path(name).resolve())
         if not os.access(name, os.X_OK):
             raise ValueError(f"{name}: neither a Python interpreter nor a folder")
         return name, None
@@ -413,7 +419,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def measure_pair(
-    arms: tuple[tuple[str, str | None], tuple[str, str | None]],
+    arms: tuple[Runnable, Runnable],
     args: argparse.Namespace,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -529,7 +535,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         worker()
         return 0
     try:
-        arms = [resolve(s, p) for s, p in zip(args.stock, args.patched, strict=True)]
+        arms = [resolve(s, p, args.python) for s, p in zip(args.stock, args.patched, strict=True)]
     except ValueError as e:
         args.parser.error(str(e))
     start = time.monotonic()

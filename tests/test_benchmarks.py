@@ -174,13 +174,13 @@ def test_a_hang_is_told_with_all_stacks(tmp_path: Path) -> None:
 def test_arms_are_interpreters_or_trees(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     python, tree = sys.executable, str(tmp_path)
-    assert overhead.resolve(python, tree) == ((python, None), (python, str(tmp_path.resolve())))
+    there = str(tmp_path.resolve())
+    assert overhead.resolve(python, tree, "x") == ((python, None), (python, there))
+    assert overhead.resolve(tree, tree, "x") == (("x", there), ("x", there))
     with pytest.raises(ValueError, match="neither a Python interpreter nor a folder"):
-        overhead.resolve(python, str(tmp_path / "nothing"))
+        overhead.resolve(python, str(tmp_path / "nothing"), "x")
     with pytest.raises(ValueError, match="without torch/"):
-        overhead.resolve(python, str(tmp_path / "torch"))
-    with pytest.raises(ValueError, match="must be an interpreter"):
-        overhead.resolve(tree, tree)
+        overhead.resolve(python, str(tmp_path / "torch"), "x")
 
 
 def test_a_ratio_is_the_median_of_neighbouring_turns() -> None:
