@@ -464,6 +464,26 @@ def test_resume_refuses_the_checkpoint_of_another_run(small, tmp_path) -> None:
             build(o)
 
 
+def test_a_local_checkpoint_serves_as_target(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).save_pretrained(tmp_path)
+    o = options("--target", f"hf:{tmp_path}", "--compile", "none", "--lr", "0.01")
+    target, drafter = build(o)
+    assert (drafter.p.hidden, drafter.p.vocab, drafter.p.target_depth) == (32, 300, 8)
+    batch = target.make(0, "train", 0, CPU)
+    expected = target.target.model(batch.tokens, output_hidden_states=True).hidden_states
+    assert torch.equal(batch.features, torch.cat([expected[i] for i in (2, 3, 4, 5, 6)], dim=-1))
+    losses = []
+    for step in range(8):
+        drafter.step = step
+        losses.append(drafter.update(batch)[0])
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("worker_name", "error", "traceback", "known"),
     [

@@ -758,7 +758,7 @@ def main(arguments: list[str] | None = None) -> int:
                 )
         supervisor = Supervisor(o, p, corpus)
     except (UsageError, DataError, ValueError, OSError) as e:
-        print(f"train.py: error: {e}", file=sys.stderr)
+        print(f"train.py: error: {' '.join(str(e).split())}", file=sys.stderr)
         return USAGE
     faulthandler.enable()
     if o.threads:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .data import (
     Batch,
     Corpus,
+    DataError,
     context_lengths,
     draw_anchors,
     draw_batch,
@@ -111,6 +112,7 @@ def resolve_preset(options: Namespace) -> Preset:
         target_depth=config.num_hidden_layers,
         mask_id=config.vocab_size - 1,
         rope_theta=rope,
+        head_scale=0.5,  # a trained head: the drafter's last norm starts at one
     )
 
 
@@ -136,6 +138,8 @@ def load_corpus(options: Namespace, p: Preset) -> Corpus:
         tokens = torch.tensor(tokenizer.encode(data.decode("utf-8", "replace")), dtype=torch.int32)
     else:
         tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if len(tokens) and (largest := int(tokens.max())) >= p.vocab:
+        raise DataError(f"the text has token {largest}, but the target knows only {p.vocab}")
     return make_corpus(tokens, p)
 
 
