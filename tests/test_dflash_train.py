@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 def environment(python: str = sys.executable) -> dict[str, str]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if python != sys.executable:
+    if PATCHED and python == STOCK_PYTHON:
         env.pop("PYTHONPATH", None)  # it may hold the patched torch
     return env
 
