@@ -47,7 +47,7 @@ class Preset:
     gamma: float  # decay of the label weights along a block
     mask_id: int  # a token id that no text contains
     lr: float = 6e-4
-    head_scale: float = 8.0  # length of the rows of the random LM head
+    head_scale: float = 32.0  # length of the rows of the random LM head
     rope_theta: float = 1e6
     eps: float = 1e-6
 

@@ -194,7 +194,7 @@ class TargetWorker:
             # One seed for all workers: they stand for one and the same target.
             generator = device_generator(device, options.seed, "target")
             init_weights(target, generator, (2 * p.target_depth) ** -0.5, p.head_scale)
-            teach_frequencies(target.head.weight, corpus.train, generator, p.head_scale / 4)
+            teach_frequencies(target.head.weight, corpus.train, generator, p.head_scale / 32)
             self.target = target.eval().requires_grad_(False)
         else:
             self.target = _HFTarget(options.target[3:], device, dtype)
