@@ -176,7 +176,7 @@ def parser() -> Parser:
     a.add_argument(
         "--workers", choices=("threads", "processes", "sequential"), default="threads"
     )
-    a.add_argument("--steps", type=positive, default=300)
+    a.add_argument("--steps", type=positive, default=400)
     a.add_argument("--seed", type=count, default=0)
     a.add_argument("--lr", type=above_zero, help="peak learning rate (default: the preset's)")
     a.add_argument(
@@ -238,7 +238,7 @@ def parser() -> Parser:
     a.add_argument("--resume", action="store_true", help="go on from --checkpoint DIR")
     a.add_argument(
         "--hang-timeout", type=above_zero, metavar="S",
-        help="when a drafter ends no step for S seconds: print all stacks and exit 3",
+        help="when a drafter gets no further for S seconds: print all stacks and exit 3",
     )
     return a  # fmt: skip
 
@@ -654,7 +654,7 @@ class Supervisor:
             self.progress = dict.fromkeys(self.progress, time.monotonic())
         if kind in ("trained", "done", "stopped"):
             self.progress.pop(drafter, None)
-        if kind in ("done", "profiling"):
+        if kind in ("done", "profiling", "evaluating"):  # signs of life, no results
             return
         self.write(event)
         if kind == "step":

@@ -194,7 +194,7 @@ class TargetWorker:
             # One seed for all workers: they stand for one and the same target.
             generator = device_generator(device, options.seed, "target")
             init_weights(target, generator, (2 * p.target_depth) ** -0.5, p.head_scale)
-            teach_frequencies(target.head.weight, corpus.train, generator, p.head_scale / 32)
+            teach_frequencies(target.head.weight, corpus.train, generator, p.head_scale / 16)
             self.target = target.eval().requires_grad_(False)
         else:
             self.target = _HFTarget(options.target[3:], device, dtype)
@@ -465,9 +465,12 @@ class DrafterWorker:
         return tuple(torch.stack((loss.detach(), accuracy, accepted)).tolist())
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float, float, float]:
+    def evaluate(self, link: Link) -> tuple[float, float, float]:
         """Loss, accuracy and accepted prefix over the held-out batches."""
-        scores = [torch.stack(self.loss(batch)) for batch in self.held_out]
+        scores = []
+        for batch in self.held_out:
+            scores.append(torch.stack(self.loss(batch)))
+            self.report(link, "evaluating")
         return tuple(torch.stack(scores).mean(0).tolist())
 
     def warm(self) -> None:
@@ -548,7 +551,7 @@ class DrafterWorker:
             if o.eval_batches and self.step == plan.next_eval(self.step - 1):
                 while len(self.held_out) < o.eval_batches:
                     self.held_out.append(feed.next("held_out", len(self.held_out)))
-                loss, accuracy, accepted = self.evaluate()
+                loss, accuracy, accepted = self.evaluate(link)
                 self.report(
                     link, "eval", step=self.step, loss=loss, accuracy=accuracy, accepted=accepted
                 )
