@@ -434,7 +434,7 @@ class ThreadRun(Run):
         for thread in self.threads:
             thread.start()
 
-    def lost(self) -> None:
+    def lost(self, patience: float = 0.0) -> None:
         """A thread cannot end without a word."""
 
     def dump(self) -> None:
@@ -471,16 +471,20 @@ class ProcessRun(Run):
             for i, device in enumerate(o.drafters)
         }
         self.alive = set(self.processes)
+        self.ended: dict[str, float] = {}
 
     def begin(self) -> None:
         for process in self.processes.values():
             process.start()
 
-    def lost(self) -> dict[str, Any] | None:
-        """The failure of a process that ended without a word, if there is one."""
+    def lost(self, patience: float = 0.0) -> dict[str, Any] | None:
+        """The failure of a process that ended without a word, ``patience`` seconds ago or more."""
         for name in self.alive:
             code = self.processes[name].exitcode
-            if code is not None:
+            if code is None or (code == 0 and patience):  # its last word may be in the queue
+                continue
+            now = time.monotonic()
+            if now - self.ended.setdefault(name, now) >= patience:
                 why = f"signal {-code}" if code < 0 else f"exit code {code}"
                 return {
                     "event": "failed",
@@ -619,6 +623,9 @@ class Supervisor:
                 event = run.events.get(timeout=0.2)
             except queue.Empty:
                 event = run.lost()
+            else:
+                # Where the others keep the queue filled; what it said last has been read by then
+                event = run.lost(patience=5.0) or event
             if event is not None:
                 if event["event"] == "failed":
                     run.stop(failed=True)
