@@ -39,6 +39,12 @@ def test_a_guard_that_fails() -> None:
     assert counts.failed == 1 and "a::T::guard: should pass" in failures
 
 
+@pytest.mark.parametrize("outcome", ["passed", "failed"])
+def test_a_test_that_is_left_to_chance(outcome: str) -> None:
+    counts, failures = judge({"a::T::chance": outcome}, {"? a::T::chance"})
+    assert (counts.passed, counts.failed) == (1, 0) and not failures
+
+
 def test_a_guard_that_is_gone() -> None:
     counts, failures = judge({"a::T::fails": "failed"}, {"a::T::gone"})
     assert counts.failed == 1 and "no such test" in failures

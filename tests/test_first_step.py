@@ -212,8 +212,7 @@ def test_the_stacks_of_a_process_are_dumped() -> None:
     code = (
         "import faulthandler, signal, sys, time\n"
         "faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)\n"
-        "print('up', flush=True)\n"
-        "def hangs_here():\n    time.sleep(60)\n"
+        "def hangs_here():\n    print('up', flush=True); time.sleep(60)\n"
         "hangs_here()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,

@@ -245,7 +245,7 @@ def test_patched(
 
 
 def read_stock_passes(release: str) -> set[str]:
-    """The tests that must pass on the unpatched release too."""
+    """The tests that must pass on the unpatched release too; those after a '?' may."""
     path = STOCK_PASSES / f"v{release}.txt"
     if not path.exists():
         return set()
@@ -284,6 +284,9 @@ def test_stock(stock: Environment, chosen: series.Series, arguments: list[str]) 
                 results[test] = (outcome, detail)
     if not results and not counts.failed:
         raise Fail("no test matches these arguments")
+    if "F15" in chosen.faults:
+        # It ends any test that makes fake tensors on threads, where there is no GPU
+        guards |= {f"? {test}" for test, (_, why) in results.items() if why.endswith("SIGSEGV")}
     judge(results, guards, counts, partial=bool(arguments))
     return counts
 
@@ -295,6 +298,9 @@ def judge(
     for test, (outcome, detail) in results.items():
         if outcome == "skipped":
             counts.skipped += 1
+        elif f"? {test}" in guards:
+            counts.passed += 1
+            say(f"{outcome} unpatched, which is left to chance: {test}: {detail}")
         elif test in guards and outcome == "failed":
             counts.fail(f"{test}: should pass on the unpatched release: {detail}")
         elif test not in guards and outcome == "passed":
@@ -304,7 +310,7 @@ def judge(
             if outcome == "failed":
                 say(f"fails unpatched, as it should: {test}: {detail}")
     with_gpu = any("CUDA::" in test for test in results)
-    for test in sorted(guards - set(results)):
+    for test in sorted({guard.removeprefix("? ") for guard in guards} - set(results)):
         if not partial and ("CUDA::" not in test or with_gpu):
             counts.fail(f"{test}: listed in {STOCK_PASSES.name}/, but there is no such test")
 
