@@ -58,5 +58,5 @@ def test_listed_guards_are_in_files_of_the_series(chosen: series.Series) -> None
     files = chosen.tests()
     path = ROOT / "tests" / "stock_passes" / f"v{chosen.release}.txt"
     for line in path.read_text().splitlines() if path.exists() else []:
-        test = line.partition("#")[0].strip()
+        test = line.partition("#")[0].strip().removeprefix("? ")
         assert not test or test.partition("::")[0] in files, test
