@@ -264,7 +264,9 @@ def test_stock_torch_stops_with_the_bug(tmp_path: Path) -> None:
 def test_patched_torch_trains_three_drafters_in_threads(tmp_path: Path) -> None:
     path = tmp_path / "metrics"
     began = time.monotonic()
-    code, output = train("--hang-timeout", "100", "--metrics", str(path), timeout=270)
+    code, output = train(
+        "--steps", "300", "--hang-timeout", "100", "--metrics", str(path), timeout=270
+    )
     assert code == 0, output
     told = events(path)
     first = [e["loss"] for e in told if e["event"] == "step" and e["step"] == 1]
