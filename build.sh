@@ -5,12 +5,13 @@
 #            Make a patched wheel in dist/ from the official one; its path is the last line.
 #            V: a release that has a folder in patches/. Without it, the release of the torch
 #            installed for $PYTHON, else the newest one that pip can get here.
-#        ./build.sh test [--torch V] [--stock] [--upstream DIR] [PIP INDEX OPTIONS]
-#                        [-- PYTEST ARGUMENTS]
+#        ./build.sh test [--torch V] [--stock] [--in-order] [--upstream DIR]
+#                        [PIP INDEX OPTIONS] [-- PYTEST ARGUMENTS]
 #            Install the patched wheel in an environment under .venvs/, run the tests of the
 #            patches, then those of this project. --stock: run the tests of the patches on the
-#            unpatched release and show that they fail there. --upstream DIR: run PyTorch's own
-#            FX tests from DIR (the test/ folder of a checkout), one at a time and on four
+#            unpatched release and show that they fail there. --in-order: run the tests of each
+#            patch with the patches up to it applied and no later one. --upstream DIR: run PyTorch's
+#            own FX tests from DIR (the test/ folder of a checkout), one at a time and on four
 #            threads at once.
 #        ./build.sh apply
 #        ./build.sh revert

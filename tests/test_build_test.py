@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import releases
 import run_tests
-from small_torch import ROOT
+import series
+from small_torch import PATCHED, RELEASE, ROOT, make_series
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,6 +78,29 @@ def test_selection(tmp_path: Path) -> None:
     assert list(select("torch_tests/fx")) == ["fx/test_a.py", "fx/test_b.py"]
     assert select("torch_tests/fx/test_a.py::T::t") == {"fx/test_a.py": ["fx/test_a.py::T::t"]}
     assert not select("tests")
+
+
+IN_ORDER = """
+import importlib.util
+import torch.fx.state.owner
+
+def test_as_it_is_now():
+    assert importlib.util.find_spec("torch.fx.old")
+
+def test_too_early():
+    assert not importlib.util.find_spec("torch.fx.old")
+"""
+
+
+def test_each_patch_is_tested_without_those_after_it(small_wheel: Path, tmp_path: Path) -> None:
+    """The second patch removes torch.fx.old."""
+    folder = tmp_path / f"v{RELEASE}"
+    make_series(folder, PATCHED | {"test/fx/test_order.py": IN_ORDER}, gone=("torch/fx/old.py",))
+    counts = run_tests.test_in_order(
+        run_tests.Environment(Path(sys.prefix)), series.load(folder), releases.Wheel(small_wheel)
+    )
+    assert counts.failures == ["0001: test/fx/test_order.py: test_order.test_too_early"]
+    assert counts.passed == 1
 
 
 SOURCE = """

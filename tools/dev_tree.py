@@ -40,6 +40,16 @@ def dev(args: argparse.Namespace) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Fail(f"{folder} is there already; name a new folder")
     chosen, wheel = releases.choose(args, new_release=True)
+    make(folder, chosen, wheel)
+    for patch in chosen.native_patches:
+        say(f"left out, needs a PyTorch checkout: {patch.name}")
+    say(f"torch {chosen.release}, one commit a patch, in:")
+    print(folder)
+    return 0
+
+
+def make(folder: Path, chosen: series.Series, wheel: releases.Wheel) -> None:
+    """Make ``folder``, which is empty or not there, such a tree."""
     tool = releases.wheel_tool()
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.draft")
@@ -55,11 +65,6 @@ def dev(args: argparse.Namespace) -> int:
         draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    for patch in chosen.native_patches:
-        say(f"left out, needs a PyTorch checkout: {patch.name}")
-    say(f"torch {chosen.release}, one commit a patch, in:")
-    print(folder)
-    return 0
 
 
 def fill(tree: Path, chosen: series.Series) -> None:

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import common
+import dev_tree
 import make_wheel
 import releases
 import series
 import upstream_compare
-from common import ROOT, VENVS, Fail, Parser, main, run_logged, say
+from common import ROOT, VENVS, Fail, Parser, git, main, run_logged, say, scratch
 
 REQUIREMENTS = ROOT / "requirements-test.txt"
 NEWEST = ROOT / "requirements-newest.txt"
@@ -209,6 +210,26 @@ def pytest_command(python: Path, folder: Path) -> list[str | Path]:
     return [*command, "-q"] if common.quiet else command
 
 
+def run_file(
+    name: str, command: list[str | Path], folder: Path, env: dict[str, str], counts: Counts
+) -> bool:
+    """Run one file of tests in its own process and count; False where nothing in it matches."""
+    say(f"--- {name}")
+    with tempfile.TemporaryDirectory(prefix="fxctx-") as temporary:
+        report = Path(temporary, "junit.xml")
+        options = [f"--timeout={TEST_TIMEOUT}", "--timeout-method=thread"]
+        status = run_pytest([*command, *options, f"--junitxml={report}"], folder, env, FILE_TIMEOUT)
+        if status == 5:
+            return False
+        before = counts.failed
+        read = counts.add_junit(report, name)
+    if status is None:
+        counts.fail(f"{name}: killed after {FILE_TIMEOUT} s")
+    elif not read or (status and counts.failed == before):
+        counts.fail(f"{name}: pytest ended with status {status}")
+    return True
+
+
 def test_patched(
     python: Path, stock: Environment, tests: dict[str, bytes], arguments: list[str]
 ) -> Counts:
@@ -224,23 +245,30 @@ def test_patched(
         for top, folder in (("torch_tests", torch_tests), ("tests", ROOT / "tests")):
             config = ["-c", os.devnull] if top == "torch_tests" else []
             for file, wanted in select(paths, top, folder):
-                say(f"--- {top}/{file}")
-                report = temporary / "junit.xml"
-                report.unlink(missing_ok=True)
-                command = [*pytest_command(python, folder), *config, f"--timeout={TEST_TIMEOUT}"]
-                command += ["--timeout-method=thread", f"--junitxml={report}", *others, *wanted]
-                status = run_pytest(command, folder, env, FILE_TIMEOUT)
-                ran = ran or status != 5
-                if status == 5:
-                    continue
-                before = counts.failed
-                read = counts.add_junit(report, f"{top}/{file}")
-                if status is None:
-                    counts.fail(f"{top}/{file}: killed after {FILE_TIMEOUT} s")
-                elif not read or (status and counts.failed == before):
-                    counts.fail(f"{top}/{file}: pytest ended with status {status}")
+                command = [*pytest_command(python, folder), *config, *others, *wanted]
+                ran |= run_file(f"{top}/{file}", command, folder, env, counts)
         if not ran:
             raise Fail("no test matches these arguments")
+    return counts
+
+
+def test_in_order(stock: Environment, chosen: series.Series, wheel: releases.Wheel) -> Counts:
+    """Run the tests of each patch with the patches up to it applied, and none after it."""
+    counts = Counts()
+    with scratch("order") as temporary:
+        tree = temporary / "tree"
+        dev_tree.make(tree, chosen, wheel)
+        commits = git(tree, "rev-list", "--reverse", f"{dev_tree.BASE}..HEAD").stdout.split()
+        for patch, commit in zip(chosen.python_patches, commits, strict=True):
+            git(tree, "checkout", "-q", "--detach", commit)
+            env = environment_for(stock.python, stock, temporary / f"inductor-{patch.name[:4]}")
+            env["PYTHONPATH"] = str(tree)
+            for path in patch.paths:
+                if re.fullmatch(r"test/(.*/)?test_\w+\.py", path) and (tree / path).exists():
+                    folder = tree / "test"
+                    command = [*pytest_command(stock.python, folder), "-c", os.devnull]
+                    command.append(path.removeprefix("test/"))
+                    run_file(f"{patch.name[:4]}: {path}", command, folder, env, counts)
     return counts
 
 
@@ -348,8 +376,11 @@ def run(argv: list[str]) -> int:
     parser = Parser("test")
     releases.add_release_options(parser)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--in-order", action="store_true")
     parser.add_argument("--upstream", metavar="DIR")
     args = parser.parse(argv)
+    if args.in_order and (args.stock or args.upstream or arguments):
+        raise Fail("--in-order runs every test of the series; drop the other options", 2)
     if args.stock and args.upstream:
         raise Fail("--upstream compares with the unpatched release by itself; drop --stock", 2)
     if args.upstream:
@@ -359,6 +390,9 @@ def run(argv: list[str]) -> int:
     if args.stock:
         counts = test_stock(stock, chosen, arguments)
         what = f"unpatched torch {wheel.torch_version}, tests as expected"
+    elif args.in_order:
+        counts = test_in_order(stock, chosen, wheel)
+        what = f"torch {wheel.torch_version}, the patches one after the other"
     else:
         patched = patched_environment(stock, make_wheel.make(chosen, wheel))
         if args.upstream:
