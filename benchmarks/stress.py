@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import faulthandler
 import itertools
 import os
@@ -28,7 +29,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,12 +283,41 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
+class WrappedNames(dict):
+    """torch.fx's table of the names that ``fx.wrap`` registered, which can forget an operation's.
+
+    Each ``forward`` that torch.fx generates registers the leaf functions that it calls, for good,
+    and each trace patches every name of the table. After some thousand operations a trace would
+    do little else, with one thread as with many.
+    """
+
+    def __init__(self, names: dict[tuple[int, str], dict[str, Any]]) -> None:
+        super().__init__(names)
+        self.added = threading.local()
+
+    def __setitem__(self, key: tuple[int, str], namespace: dict[str, Any]) -> None:
+        if key not in self and hasattr(self.added, "keys"):
+            self.added.keys.append(key)
+        super().__setitem__(key, namespace)
+
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """What this thread adds in the body of the ``with`` statement goes at its end."""
+        self.added.keys = []
+        try:
+            yield
+        finally:
+            for key in self.added.keys:
+                self.pop(key, None)
+
+
 def work(
     todo: Sequence[tuple[str, int]],
     operations: dict[str, Callable[[int], Any]],
     oracle: dict[tuple[str, int], Any],
     outcome: Outcome,
     stop: threading.Event,
+    names: WrappedNames,
 ) -> None:
     """Do ``todo`` and compare each result; a wrong one is recorded and the next follows."""
     for index, (kind, variant) in enumerate(todo):
@@ -295,7 +325,8 @@ def work(
             return
         outcome.current = f"{kind} variant {variant}"
         try:
-            got = operations[kind](variant)
+            with names.forgotten():
+                got = operations[kind](variant)
             found = difference(oracle[kind, variant], got)
             if found:
                 outcome.record(kind, variant, index, found, "")
@@ -439,6 +470,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
     built = {k.name: k.build(device) for k in kinds}
+    names = WrappedNames(torch.fx._symbolic_trace._wrapped_fns_to_patch)
+    torch.fx._symbolic_trace._wrapped_fns_to_patch = names
     if args.cold:
         oracle, seconds = oracle_of_another_process(args)
     else:
@@ -454,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = threading.Event()
     threads = [
         threading.Thread(
-            target=work, args=(t, built, oracle, o, stop), name=f"stress-{i}", daemon=True
+            target=work, args=(t, built, oracle, o, stop, names), name=f"stress-{i}", daemon=True
         )
         for i, (t, o) in enumerate(zip(todo, outcomes, strict=True))
     ]
@@ -527,7 +560,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     save()
     after = Outcome()
     again = [(k.name, v) for k in kinds for v in range(k.variants)]
-    work(again, built, oracle, after, threading.Event())
+    work(again, built, oracle, after, threading.Event(), names)
     report["wrong_alone_afterwards"] = summary([after])
     failed = bool(report["wrong"] or report["leaks"] or report["wrong_alone_afterwards"])
     report["outcome"] = "failed" if failed else "passed"
