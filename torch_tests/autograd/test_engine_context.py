@@ -598,9 +598,7 @@ class TestLaunchingThread(TestCase):
         self.assertEqual(x.grad, x.exp())
 
 
-instantiate_device_type_tests(
-    TestEngineContext, globals(), only_for=("cpu", "cuda")
-)
+instantiate_device_type_tests(TestEngineContext, globals(), only_for=("cpu", "cuda"))
 instantiate_parametrized_tests(TestLaunchingThread)
 
 

@@ -357,7 +357,8 @@ class TestCompileOnce(TestCase):
         self.assertEqual(backend.calls, 1)
         (entry,) = _debug_get_cache_entry_list(fn)
         code = weakref.ref(entry.code)
-        del entry, cls
+        del entry
+        cls = None
         gc.collect()
         self.assertIsNone(code())
 

@@ -52,7 +52,9 @@ class TestTraceCounters(TestCase):
             symbolic_trace(inner)
             return x + torch.ones(3)
 
-        names = [n.target for n in symbolic_trace(outer).graph.nodes if n.op == "get_attr"]
+        names = [
+            n.target for n in symbolic_trace(outer).graph.nodes if n.op == "get_attr"
+        ]
         self.assertEqual(names, ["_tensor_constant0", "_tensor_constant1"])
 
     def test_source_of_generated_code(self):
