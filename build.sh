@@ -12,7 +12,7 @@
 #            unpatched release and show that they fail there. --in-order: run the tests of each
 #            patch with the patches up to it applied and no later one. --upstream DIR: run PyTorch's
 #            own FX tests from DIR (the test/ folder of a checkout), one at a time and on four
-#            threads at once.
+#            threads at once; all of them, or the files that the pytest arguments name.
 #        ./build.sh apply
 #        ./build.sh revert
 #            Patch the torch that $PYTHON imports where it is installed, or put it back.

@@ -102,5 +102,12 @@ def test_no_difference(checkout: Path) -> None:
     assert upstream_compare.compare(checkout, runner(), runner(), options) == 0
 
 
+def test_files_by_name(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytest_run_parallel")
+    options = ["test_fx.py", "-k", "right or wrong or skipped or first"]
+    assert upstream_compare.compare(checkout, runner(), runner(), options) == 0
+    assert "test_misc.py" not in capfd.readouterr().out
+
+
 def test_a_folder_without_these_tests(torch_env: Torch, tmp_path: Path) -> None:
     one_line(torch_env.build("test", "--upstream", tmp_path), "test_fx.py", "checkout")

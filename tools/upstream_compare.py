@@ -104,8 +104,13 @@ def read_process_wide() -> set[str]:
 
 
 def compare(folder: Path, stock: Runner, patched: Runner, arguments: list[str]) -> int:
-    """Run upstream's tests three times, show what differs, and give the exit status."""
-    files = find_files(folder)
+    """Run upstream's tests three times, show what differs, and give the exit status.
+
+    ``arguments`` are pytest's; files of ``folder`` among them are run instead of ``FILES``.
+    """
+    files = [a for a in arguments if a.endswith(".py") and (folder / a).is_file()]
+    arguments = [a for a in arguments if a not in files]
+    files = files or find_files(folder)
     alone = run_all(folder, files, stock, arguments)
     if not alone.count("passed"):
         raise Fail(f"no test of {folder} passes on the unpatched release: {alone}")
