@@ -11,6 +11,16 @@ import series
 from small_torch import ROOT
 
 ALL = series.all_series()
+PULL_REQUEST = ROOT / "patches" / "PULL_REQUEST.md"
+# Files of PyTorch that the pull request names, and the series leaves as they are.
+UNTOUCHED = {
+    "test/test_fx.py",
+    "test/test_proxy_tensor.py",
+    "test/dynamo/test_misc.py",
+    "torch/csrc/dynamo/eval_frame.c",
+    "torch/csrc/dynamo/extra_state.cpp",
+    "torch/utils/checkpoint.py",
+}
 PATCHES = [(s, patch) for s in ALL for patch in s.patches]
 
 
@@ -60,3 +70,22 @@ def test_listed_guards_are_in_files_of_the_series(chosen: series.Series) -> None
     for line in path.read_text().splitlines() if path.exists() else []:
         test = line.partition("#")[0].strip().removeprefix("? ")
         assert not test or test.partition("::")[0] in files, test
+
+
+def test_the_pull_request_names_every_patch_and_its_faults() -> None:
+    rows = [line for line in PULL_REQUEST.read_text().splitlines() if re.match(r"\| F\d+ ", line)]
+    named, last = set(), ""
+    for row in rows:
+        fault, *_, commits = (cell.strip() for cell in row.strip("| ").split(" | "))
+        for commit in commits.split(", and "):
+            last = last if commit == "the same" else commit
+            named.add((last, fault))
+    assert named == {(patch.subject, fault) for patch in ALL[0].patches for fault in patch.faults}
+
+
+def test_the_files_that_the_pull_request_names_exist() -> None:
+    touched = {path for patch in ALL[0].patches for path in patch.paths}
+    names = re.findall(r"(?<![\w/.*])[\w.-]+(?:/[\w.-]+)+\.\w+", PULL_REQUEST.read_text())
+    assert {name for name in touched if re.search(r"/test_\w+\.py$", name)} <= set(names)
+    for name in names:
+        assert name in touched | UNTOUCHED or (ROOT / name).exists(), name
