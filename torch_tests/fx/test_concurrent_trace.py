@@ -2,14 +2,16 @@
 
 import copy
 import functools
+import gc
 import math
 import os
 import pickle
 import sys
+from types import ModuleType
 
 import torch
 from torch.fx import symbolic_trace, Tracer
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx._symbolic_trace import _autowrap_check, _Patcher, is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -160,6 +162,30 @@ class TestConcurrentTrace(TestCase):
         graph = symbolic_trace(namespace["fn"]).graph
         self.assertIn(ORIGINAL_SQRT, [n.target for n in graph.nodes])
         self.assertEqual(namespace["imported"](4.0), 2.0)
+
+    def test_namespace_changes_while_it_is_searched(self):
+        # Traces on other threads put wrapped builtins into globals and take them out.
+        # A collection runs wherever one of them could.
+        module = ModuleType("module")
+        module.__dict__.update((f"name{i}", len) for i in range(5000))
+
+        def change(phase, info):
+            if phase == "start" and module.__dict__.pop("other", None) is None:
+                module.other = len
+
+        threshold = gc.get_threshold()
+        gc.freeze()  # so that collections are short
+        gc.callbacks.append(change)
+        gc.set_threshold(1)
+        try:
+            tracer = Tracer(autowrap_modules=(module,))
+            with _Patcher() as patcher:
+                _autowrap_check(patcher, module.__dict__, {id(abs)})
+        finally:
+            gc.set_threshold(*threshold)
+            gc.callbacks.remove(change)
+            gc.unfreeze()
+        self.assertIn(id(len), tracer._autowrap_function_ids)
 
     def test_nested_trace(self):
         inner = []
