@@ -27,11 +27,7 @@ from torch.testing._internal.common_device_type import (
     onlyCPU,
     onlyCUDA,
 )
-from torch.testing._internal.common_utils import (
-    parametrize,
-    run_tests,
-    TestCase,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests, TestCase
 from torch.utils.checkpoint import checkpoint
 
 
@@ -323,9 +319,7 @@ def check_compile_while_engine_compiles(to_device, launch_under_lock):
 
 
 def child_python_device():
-    from torch.utils.backend_registration import (
-        _setup_privateuseone_for_python_backend,
-    )
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     # Before the first backward: the engine then starts a thread for the device
     _setup_privateuseone_for_python_backend("python_device")
