@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import email.header
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -226,9 +227,35 @@ def find_or_empty(version: str) -> Series:
     return load(folder) if folder.is_dir() else Series(folder, ())
 
 
+def ci_releases() -> set[str]:
+    """The releases that .ci/run tests as a wheel; the series of the others are only applied."""
+    script = PATCHES.parent / ".ci" / "run"
+    text = script.read_text() if script.exists() else ""
+    named = " ".join(re.findall(r"^(?:FULL|OTHERS)=(.*)$", text, re.MULTILINE))
+    return set(re.findall(r"\d+\.\d+\.\d+", named))
+
+
+def gpus_tested() -> dict[str, set[str]]:
+    """The GPUs on which a patched release ran, by release, as benchmarks/results/ says."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((PATCHES.parent / "benchmarks" / "results").glob("*.json")):
+        torch = json.loads(path.read_text()).get("torch")
+        for arm in torch.values() if isinstance(torch, dict) else ():
+            if arm["patched"] and arm["gpus"]:
+                release = arm["torch"].partition("+")[0]
+                found.setdefault(release, set()).update(arm["gpus"])
+    return found
+
+
 def readme_rows() -> str:
-    """The rows of the table of releases in README.md."""
-    return "".join(f"| {s.release} | {', '.join(s.faults)} |\n" for s in all_series() if s.patches)
+    """The rows of the table of releases in README.md: release, faults, tested by CI, GPUs."""
+    in_ci, gpus = ci_releases(), gpus_tested()
+    return "".join(
+        f"| {s.release} | {', '.join(s.faults)} | {'CPU tests' if s.release in in_ci else 'applied'} "
+        f"| {', '.join(sorted(gpus.get(s.release, ()))) or '-'} |\n"
+        for s in all_series()
+        if s.patches
+    )
 
 
 def write_tree(files: dict[str, bytes], folder: Path) -> None:
