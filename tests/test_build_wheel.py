@@ -337,6 +337,8 @@ def test_what_a_killed_run_left_is_removed(wheels: Torch) -> None:
         (["doctor", "--fast"], ["--fast", "--help"]),
         (["test", "--upstream"], ["--upstream", "--help"]),
         (["test", "--stock", "--upstream", "x"], ["--upstream", "--stock"]),
+        (["test", "--in-order", "--stock"], ["--in-order"]),
+        (["test", "--in-order", "--", "-k", "flag"], ["--in-order"]),
     ],
 )
 def test_wrong_usage_is_one_line(torch_env: Torch, arguments: list[str], words: list[str]) -> None:
