@@ -7,132 +7,25 @@ runs in a process of its own, since what a failure leaves behind would spoil the
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import faulthandler
-import functools
-import subprocess
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+from thread_cases import (  # noqa: E402
+    ConvNet,
+    Gate,
+    Threads,
+    in_own_process,
+    nothing_left_behind,
+    reach,
+    run_asked_body,
+)
 from torch import nn  # noqa: E402
-
-LIMIT = 120  # seconds for a test's process
-STEP = 60  # seconds for one step inside it
-
-BODIES: dict[str, Callable[..., None]] = {}
-
-
-def in_own_process(body: Callable[..., None]) -> Callable[..., None]:
-    """Run the test in a fresh interpreter, which prints all stacks should it hang."""
-    BODIES[body.__name__] = body
-
-    @functools.wraps(body)
-    def test(**arguments: str) -> None:
-        command = [sys.executable, __file__, body.__name__, *arguments.values()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT + 30)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-
-    return pytest.mark.timeout(LIMIT + 60)(test)
-
-
-class Threads:
-    """Threads whose exceptions are not lost: join() raises the first one."""
-
-    def __init__(self) -> None:
-        self.threads: list[threading.Thread] = []
-        self.errors: list[BaseException] = []
-
-    def start(self, fn: Callable[..., Any], *args: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                fn(*args)
-            except BaseException as e:
-                traceback.print_exc()
-                self.errors.append(e)
-
-        thread = threading.Thread(target=run, name=fn.__name__, daemon=True)
-        self.threads.append(thread)
-        thread.start()
-        return thread
-
-    def join(self) -> None:
-        for thread in self.threads:
-            thread.join(STEP)
-            assert not thread.is_alive(), f"{thread.name} does not end"
-        if self.errors:
-            raise self.errors[0]
-
-
-def reach(event: threading.Event, what: str) -> None:
-    assert event.wait(STEP), f"nobody came to: {what}"
-
-
-class Gate(nn.Module):
-    """Passes its input through; on the threads that ``hold`` names it stops there first.
-
-    Torch traces through it, as through any module that is not one of its own.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stops: dict[int, Callable[[], None]] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        stop = self.stops.pop(threading.get_ident(), None)
-        if stop is not None:
-            stop()
-        return x
-
-    def __deepcopy__(self, memo: Any) -> Gate:
-        return Gate()
-
-
-class ConvNet(nn.Module):
-    """A small convolutional classifier with a gate after its first block."""
-
-    def __init__(self, channels: int = 8) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(3 if i == 0 else channels, channels, 3, padding=1),
-                nn.BatchNorm2d(channels),
-                nn.ReLU6(),
-            )
-            for i in range(3)
-        )
-        self.scale = nn.Parameter(torch.ones(channels))
-        self.gate = Gate()
-        self.head = nn.Linear(channels, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.gate(self.blocks[0](x))
-        for block in list(self.blocks)[1:]:
-            x = block(x)
-        return self.head(x.mean((2, 3)) * self.scale)
-
-
-@contextlib.contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """What a trace changes for the process is as before once all traces have ended."""
-
-    def seen() -> tuple[Any, ...]:
-        return (
-            nn.Module.__call__,
-            nn.Module.__getattr__,
-            torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
-            torch.compiler.is_compiling(),
-        )
-
-    before = seen()
-    yield
-    assert seen() == before, "a trace left something behind"
 
 
 @in_own_process
@@ -408,11 +301,4 @@ def test_compile_fx_in_threads() -> None:
 
 
 if __name__ == "__main__":
-    import logging
-    import warnings
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    BODIES[sys.argv[1]](*sys.argv[2:])
+    run_asked_body()
