@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -27,11 +27,17 @@ STOCK = os.environ.get("FXCTX_STOCK_PYTHON", "")
 BODIES: dict[str, Callable[..., None]] = {}
 
 
-def run_body(body: Callable[..., None], python: str, limit: int, arguments: tuple[str, ...]) -> Any:
+def run_body(
+    body: Callable[..., None],
+    python: str,
+    limit: int,
+    arguments: Iterable[str] = (),
+    without: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Run the test by this interpreter; ``without`` names a variable to leave out."""
     file = sys.modules[body.__module__].__file__
     command = [python, str(file), str(limit), body.__name__, *arguments]
-    # The environment of build.sh test has no PYTHONPATH; one that is set is not for STOCK.
-    env = {k: v for k, v in os.environ.items() if python != STOCK or k != "PYTHONPATH"}
+    env = {name: value for name, value in os.environ.items() if name != without}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit + 30)
 
 
@@ -41,7 +47,7 @@ def in_own_process(body: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(body)
     def test(**arguments: str) -> None:
-        done = run_body(body, sys.executable, LIMIT, tuple(arguments.values()))
+        done = run_body(body, sys.executable, LIMIT, arguments.values())
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
     return pytest.mark.timeout(LIMIT + 60)(test)
@@ -65,12 +71,12 @@ def here_and_stock(
         @pytest.mark.parametrize("torch_is", [pytest.param("here", marks=marks), "stock"])
         def test(torch_is: str) -> None:
             if torch_is == "here":
-                done = run_body(body, sys.executable, limit, ())
+                done = run_body(body, sys.executable, limit)
                 assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
                 return
             if not STOCK:
                 pytest.skip("needs the environments of ./build.sh test")
-            done = run_body(body, STOCK, limit, ())
+            done = run_body(body, STOCK, limit, without="PYTHONPATH")
             assert ALONE in done.stdout, f"{done.stdout}\n{done.stderr}"
             assert done.returncode, "passes on the unpatched torch, so it proves nothing"
 
