@@ -251,7 +251,8 @@ def readme_rows() -> str:
     """The rows of the table of releases in README.md: release, faults, tested by CI, GPUs."""
     in_ci, gpus = ci_releases(), gpus_tested()
     return "".join(
-        f"| {s.release} | {', '.join(s.faults)} | {'CPU tests' if s.release in in_ci else 'applied'} "
+        f"| {s.release} | {', '.join(s.faults)} "
+        f"| {'CPU tests' if s.release in in_ci else 'applied'} "
         f"| {', '.join(sorted(gpus.get(s.release, ()))) or '-'} |\n"
         for s in all_series()
         if s.patches
