@@ -9,7 +9,8 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,66 @@ def positive_float(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def add_arm_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a program that compares stock and patched torch in processes of their own."""
+    parser.add_argument(
+        "--stock", default=sys.executable, metavar="PY", help="Python with stock torch (this one)"
+    )
+    parser.add_argument("--patched", metavar="PY", help="Python with patched torch")
+    parser.add_argument(
+        "--patched-pythonpath",
+        metavar="DIR",
+        help="folder with a patched torch/ in it, for --patched or else --stock to import",
+    )
+    parser.add_argument("--arms", help="comma-separated, those above (default: all)")
+
+
+def chosen_arms(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, arms: Sequence[str]
+) -> list[str]:
+    """Those of ``arms`` that ``--arms`` names; an unknown name is a usage error."""
+    chosen = args.arms.split(",") if args.arms else arms
+    if unknown := [arm for arm in chosen if arm not in arms]:
+        parser.error(f"--arms: unknown arm {unknown[0]!r}; there are {', '.join(arms)}")
+    return [arm for arm in arms if arm in chosen]
+
+
+def check_patched(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, patched_arms: bool
+) -> None:
+    """A usage error where a patched torch is needed and none is named, or has no torch in it."""
+    if patched_arms and not (args.patched or args.patched_pythonpath):
+        parser.error("name the patched torch: --patched PY or --patched-pythonpath DIR")
+    if args.patched_pythonpath and not (Path(args.patched_pythonpath) / "torch").is_dir():
+        parser.error(f"--patched-pythonpath {args.patched_pythonpath}: no torch/ in it")
+
+
+def check_facts(parser: argparse.ArgumentParser, facts: dict[bool, dict[str, Any]]) -> None:
+    """A usage error where the torch that should be patched is not, or the other way round."""
+    for patched, fact in facts.items():
+        if fact["patched"] != patched:
+            wanted, found = ("patched", "stock") if patched else ("stock", "patched")
+            parser.error(f"the torch that should be {wanted} ({fact['torch']}) is {found}")
+
+
+def progress(quiet: bool) -> Callable[[str], None]:
+    """A function that prints a line to stderr, after the seconds since now."""
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def print_checks(checks: Iterable[dict[str, Any]]) -> None:
+    """Each limit, the value, and whether it holds."""
+    for c in checks:
+        value = "" if c["value"] is None else f" {c['value']:.3f} (limit {c['limit']})"
+        print(f"{c['name']}:{value} {'holds' if c['holds'] else 'MISSED'}")
 
 
 def _cpu_model() -> str:

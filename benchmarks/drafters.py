@@ -80,20 +80,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     number, seconds = benchlib.positive_int, benchlib.positive_float
-    parser.add_argument(
-        "--stock", default=sys.executable, metavar="PY", help="Python with stock torch (this one)"
-    )
-    parser.add_argument("--patched", metavar="PY", help="Python with patched torch")
-    parser.add_argument(
-        "--patched-pythonpath",
-        metavar="DIR",
-        help="folder with a patched torch/ in it, for --patched or else --stock to import",
-    )
+    benchlib.add_arm_options(parser)
     parser.add_argument("--preset", default="tiny", help="of the trainer (default tiny)")
     parser.add_argument(
         "--drafters", default="cpu,cpu", metavar="DEVICES", help="as the trainer's (cpu,cpu)"
     )
-    parser.add_argument("--arms", help="comma-separated, those above (default: all)")
     parser.add_argument(
         "--features",
         choices=("eager", "fx"),
@@ -124,15 +115,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     args = parser.parse_args(argv)
     args.parser = parser
-    names = [a.name for a in ARMS]
-    chosen = args.arms.split(",") if args.arms else names
-    if unknown := [c for c in chosen if c not in names]:
-        parser.error(f"--arms: unknown arm {unknown[0]!r}; there are {', '.join(names)}")
+    chosen = benchlib.chosen_arms(parser, args, [a.name for a in ARMS])
     args.arms = [a for a in ARMS if a.name in chosen]
-    if any(a.patched for a in args.arms) and not (args.patched or args.patched_pythonpath):
-        parser.error("name the patched torch: --patched PY or --patched-pythonpath DIR")
-    if args.patched_pythonpath and not (Path(args.patched_pythonpath) / "torch").is_dir():
-        parser.error(f"--patched-pythonpath {args.patched_pythonpath}: no torch/ in it")
+    benchlib.check_patched(parser, args, any(a.patched for a in args.arms))
     if args.resume and not args.json:
         parser.error("--resume needs --json FILE")
     return args
@@ -476,9 +461,7 @@ def show(report: dict[str, Any]) -> None:
                       f"step; unfused: {', '.join(k['unfused']) or 'none'}; more than 5 % slower "
                       f"than alone: {k['slower'] or 'none'}; missing: "
                       f"{k.get('missing') or 'none'}")  # fmt: skip
-    for c in report["checks"]:
-        value = "" if c["value"] is None else f" {c['value']:.3f} (limit {c['limit']})"
-        print(f"{c['name']}:{value} {'holds' if c['holds'] else 'MISSED'}")
+    benchlib.print_checks(report["checks"])
 
 
 # --- everything -------------------------------------------------------------------------------
@@ -502,11 +485,7 @@ def earlier_runs(args: argparse.Namespace, settings: dict[str, Any]) -> list[dic
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     began = time.monotonic()
-
-    def say(text: str) -> None:
-        if not args.quiet:
-            print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)
-
+    say = benchlib.progress(args.quiet)
     runner = Runner(args)
     settings: dict[str, Any] = {
         "preset": args.preset,
@@ -521,10 +500,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts = {p: runner.torch_facts(p) for p in sorted({a.patched for a in args.arms})}
     except RuntimeError as e:
         args.parser.error(str(e))
-    for patched, fact in facts.items():
-        if fact["patched"] != patched:
-            wanted, is_ = ("patched", "stock") if patched else ("stock", "patched")
-            args.parser.error(f"the torch that should be {wanted} ({fact['torch']}) is {is_}")
+    benchlib.check_facts(args.parser, facts)
     report: dict[str, Any] = {
         "benchmark": "drafters",
         **benchlib.machine_facts(),

@@ -118,16 +118,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--devices", nargs="+", default=["cpu", "cpux3"], metavar="SET", help="default: cpu cpux3"
     )
-    parser.add_argument(
-        "--stock", default=sys.executable, metavar="PY", help="Python with stock torch (this one)"
-    )
-    parser.add_argument("--patched", metavar="PY", help="Python with patched torch")
-    parser.add_argument(
-        "--patched-pythonpath",
-        metavar="DIR",
-        help="folder with a patched torch/ in it, for --patched or else --stock to import",
-    )
-    parser.add_argument("--arms", help="comma-separated, those above (default: all)")
+    benchlib.add_arm_options(parser)
     parser.add_argument("--caches", nargs="+", choices=("on", "off"), default=["off"])
     parser.add_argument("--code", nargs="+", choices=("own", "shared"), default=["own"])
     parser.add_argument(
@@ -174,18 +165,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--devices: {e}")
     if args.hidden % args.head_dim:
         parser.error(f"--hidden {args.hidden} is not a multiple of --head-dim {args.head_dim}")
-    chosen = args.arms.split(",") if args.arms else list(ARMS)
-    if unknown := [arm for arm in chosen if arm not in ARMS]:
-        parser.error(f"--arms: unknown arm {unknown[0]!r}; there are {', '.join(ARMS)}")
-    args.arms = [arm for arm in ARMS if arm in chosen]
+    args.arms = benchlib.chosen_arms(parser, args, list(ARMS))
     if all(only for only, _ in args.sets):
         args.arms = [arm for arm in args.arms if arm in {only for only, _ in args.sets}]
     if not args.arms:
         parser.error("--devices and --arms leave no arm")
-    if "patched-threads" in args.arms and not (args.patched or args.patched_pythonpath):
-        parser.error("name the patched torch: --patched PY or --patched-pythonpath DIR")
-    if args.patched_pythonpath and not (Path(args.patched_pythonpath) / "torch").is_dir():
-        parser.error(f"--patched-pythonpath {args.patched_pythonpath}: no torch/ in it")
+    benchlib.check_patched(parser, args, "patched-threads" in args.arms)
     return args
 
 
@@ -669,9 +654,7 @@ def show(report: dict[str, Any]) -> None:
     for row in report["summary"]:
         if row["error"]:
             print(f"{short_devices(row['devices'])} {row['arm']}: {row['error'][:160]}")
-    for c in report["checks"]:
-        value = "" if c["value"] is None else f" {c['value']:.3f} (limit {c['limit']})"
-        print(f"{c['name']}:{value} {'holds' if c['holds'] else 'MISSED'}")
+    benchlib.print_checks(report["checks"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -679,11 +662,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         return worker_main(args.worker)
     began = time.monotonic()
-
-    def say(text: str) -> None:
-        if not args.quiet:
-            print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)
-
+    say = benchlib.progress(args.quiet)
     configs = [
         Config(devices, arm, code, caches)
         for (only, devices), arm, code, caches in itertools.product(
@@ -701,10 +680,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
         except RuntimeError as e:
             args.parser.error(str(e))
-        for patched, fact in facts.items():
-            if fact["patched"] != patched:
-                wanted, is_ = ("patched", "stock") if patched else ("stock", "patched")
-                args.parser.error(f"the torch that should be {wanted} ({fact['torch']}) is {is_}")
+        benchlib.check_facts(args.parser, facts)
+        for fact in facts.values():
             if missing := [d for _, s in args.sets for d in s if d != "cpu"
                            and int(d.partition(":")[2]) >= len(fact["gpus"])]:  # fmt: skip
                 args.parser.error(f"--devices: torch {fact['torch']} sees no {missing[0]}")
