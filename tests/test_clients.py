@@ -202,11 +202,7 @@ def test_exports() -> None:
     same(together, alone)
 
 
-@here_and_stock(
-    240,
-    known="the verifier of exported programs requires builtin functions, and finds the wrapped "
-    "math.ceil of another thread's trace",
-)
+@here_and_stock(240)
 def test_exports_and_traces() -> None:
     """Programs are exported while other threads trace with torch.fx, and the other way round."""
     torch.manual_seed(0)
@@ -288,10 +284,7 @@ def test_torchvision_feature_extractor() -> None:
 
 
 @needs("torchvision")
-@here_and_stock(
-    known="torchvision.ops is autowrapped: its classes are functions on all threads while one "
-    "traces, so that torchvision does not find its leaf modules there"
-)
+@here_and_stock()
 def test_torchvision_leaf_modules() -> None:
     """Features of networks whose blocks torchvision takes for leaves by their class."""
     from torchvision.models import VisionTransformer, mobilenet_v3_small

@@ -53,22 +53,18 @@ def in_own_process(body: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.timeout(LIMIT + 60)(test)
 
 
-def here_and_stock(
-    limit: int = LIMIT, known: str = ""
-) -> Callable[[Callable[[], None]], Callable[..., None]]:
+def here_and_stock(limit: int = LIMIT) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Run the test as in_own_process() does, and once more on the unpatched torch beside it.
 
     There it must get as far as side_by_side() and then fail. Needs the environments of
-    ``./build.sh test``; without them only the first half runs. ``known`` says why the patches do
-    not make it pass yet; once they do, the test fails until ``known`` is removed.
+    ``./build.sh test``; without them only the first half runs.
     """
-    marks = [pytest.mark.xfail(reason=known, strict=True)] if known else []
 
     def decorate(body: Callable[[], None]) -> Callable[..., None]:
         BODIES[body.__name__] = body
 
         @pytest.mark.timeout(limit + 60)
-        @pytest.mark.parametrize("torch_is", [pytest.param("here", marks=marks), "stock"])
+        @pytest.mark.parametrize("torch_is", ["here", "stock"])
         def test(torch_is: str) -> None:
             if torch_is == "here":
                 done = run_body(body, sys.executable, limit)

@@ -77,6 +77,17 @@ class TestExportThreads(TestCase):
             self.assertEqual(str(self.export(Model(6))), expected[1])
         self.assertEqual(str(thread.result()), expected[0])
 
+    def test_export_during_symbolic_trace(self):
+        class Split(torch.nn.Module):
+            def forward(self, x):
+                # operator.getitem is checked against a list that has math.ceil,
+                # which a symbolic trace replaces for the process
+                return x.chunk(2)[0]
+
+        expected = self.export_in_turn(Split())
+        with thread_held_in(lambda hold: torch.fx.symbolic_trace(Model(5, hold))):
+            self.assertEqual(self.export_in_turn(Split()), expected)
+
     def test_pre_dispatch_make_fx(self):
         def fn(x):
             return torch.nn.functional.linear(x, x).relu()

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import inspect
 import math
 import os
 import pickle
@@ -32,6 +33,16 @@ ORIGINAL = {
     "__getattr__": torch.nn.Module.__getattr__,
 }
 sqrt = math.sqrt
+
+
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+class Pair:
+    def __init__(self, first, second):
+        self.first, self.second = first, second
 
 
 def leaf(x, scale=2):
@@ -186,6 +197,54 @@ class TestConcurrentTrace(TestCase):
             gc.callbacks.remove(change)
             gc.unfreeze()
         self.assertIn(id(len), tracer._autowrap_function_ids)
+
+    def test_wrapped_class_while_another_thread_traces(self):
+        blocks = ModuleType("blocks")
+        blocks.Block, blocks.Pair = Block, Pair
+
+        class BlockTracer(Tracer):
+            def __init__(self):
+                super().__init__(autowrap_modules=(blocks,))
+                self.leaves = tuple(
+                    c for c in vars(blocks).values() if inspect.isclass(c)
+                )
+
+            def is_leaf_module(self, m, module_qualified_name):
+                return isinstance(m, self.leaves)
+
+        model = torch.nn.Sequential(Block(), torch.nn.ReLU())
+        want = str(BlockTracer().trace(model))
+        self.assertIn("call_module[target=0]", want)
+        graphs = []
+
+        def trace(hold):
+            def forward(x):
+                hold()
+                return blocks.Pair(x, 1)
+
+            graphs.append(BlockTracer().trace(forward))
+
+        with thread_held_in(trace):
+            self.assertIsNot(vars(blocks)["Block"], Block)
+            self.assertEqual(str(BlockTracer().trace(model)), want)
+            self.assertIsInstance(blocks.Block(), Block)
+            self.assertIsInstance(model[0], blocks.Block)
+            self.assertNotIsInstance(model[1], blocks.Block)
+            self.assertTrue(issubclass(blocks.Block, torch.nn.Module))
+            self.assertTrue(issubclass(Block, blocks.Block))
+            self.assertEqual(blocks.Block, Block)
+            self.assertIs(blocks.Block.forward, Block.forward)
+            self.assertIs(copy.deepcopy(blocks.Block), blocks.Block)
+
+            class Derived(blocks.Block):
+                pass
+
+            imported = blocks.Block
+        self.assertEqual(Derived.__bases__, (Block,))
+        self.assertIs(type(imported()), Block)
+        self.assertIs(blocks.Block, Block)
+        targets = [n.target for n in graphs[0].nodes]
+        self.assertIn(Pair, targets)
 
     def test_nested_trace(self):
         inner = []
