@@ -123,14 +123,11 @@ def torch_facts() -> dict[str, Any]:
 
 
 def is_patched() -> bool:
-    """Whether this process's torch keeps the tracing flag in a ContextVar, as the series does."""
-    import contextvars
-
+    """Whether this process's torch shares the patches of nn.Module between traces, as the series
+    does."""
     from torch.fx import _symbolic_trace
 
-    return any(
-        isinstance(value, contextvars.ContextVar) for value in vars(_symbolic_trace).values()
-    )
+    return hasattr(_symbolic_trace, "_patches_lock")
 
 
 def machine_facts() -> dict[str, Any]:

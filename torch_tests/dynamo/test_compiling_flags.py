@@ -1,6 +1,7 @@
 # Owner(s): ["module: dynamo"]
 
 import asyncio
+import contextvars
 import os
 import sys
 
@@ -107,6 +108,32 @@ class TestCompilingFlags(TestCase):
             finally:
                 setattr(torch.compiler, name, old)
             self.assertEqual(flags(), (False, False))
+
+    def test_context_on_another_thread_and_later(self):
+        # Threads inherit the context where sys.flags.thread_inherit_context is set
+        seen = {}
+
+        def backend(gm, example_inputs):
+            context = contextvars.copy_context()
+            seen["thread"] = run_on_thread(lambda: context.run(flags))
+            contexts.append(context)
+            return gm.forward
+
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                context = contextvars.copy_context()
+                seen["exporting"] = context.run(flags)
+                seen["thread of export"] = run_on_thread(lambda: context.run(flags))
+                contexts.append(context)
+                return x + 1
+
+        contexts = []
+        torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(3))
+        torch.export.export(Model(), (torch.zeros(3),), strict=False)
+        self.assertEqual(seen["thread"], (False, False))
+        self.assertEqual(seen["exporting"], (True, True))
+        self.assertEqual(seen["thread of export"], (False, False))
+        self.assertEqual([c.run(flags) for c in contexts], [(False, False)] * 2)
 
     def test_asyncio_task_inherits(self):
         from torch._export.utils import _compiling_state_context

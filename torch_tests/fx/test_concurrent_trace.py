@@ -1,5 +1,6 @@
 # Owner(s): ["module: fx"]
 
+import contextvars
 import copy
 import functools
 import gc
@@ -394,12 +395,22 @@ class TestConcurrentTrace(TestCase):
         def on_forward():
             results.append(run_on_thread(lambda: model(x)))
             results.append(run_on_thread(lambda: traced.linear(x)))
+            context = contextvars.copy_context()
+            results.append(run_on_thread(lambda: context.run(model, x)))
+            contexts.append(contextvars.copy_context())
 
+        contexts = []
         traced.on_forward = on_forward
         graph = symbolic_trace(traced).graph
         self.assertEqual(results[0], want)
         self.assertEqual(results[1].shape, x.shape)
+        self.assertEqual(results[2], want)
         self.assertEqual(str(graph), self.want_graph)
+        # A context outlives its trace, on a thread that inherits it or in a task
+        with thread_held_in(hold_in_forward) as thread:
+            self.assertEqual(contexts[0].run(model, x), want)
+            self.assertEqual(contexts[0].run(model.linear, x).shape, x.shape)
+        self.assertEqual(str(thread.result().graph), self.want_graph)
 
     @parametrize("forking", ["other", "tracing"])
     def test_fork_while_a_trace_is_alive(self, forking):

@@ -1,5 +1,6 @@
 # Owner(s): ["module: fx"]
 
+import contextvars
 import linecache
 import os
 import sys
@@ -165,6 +166,24 @@ class TestMakeFXTracer(TestCase):
         for thread in (first, second):
             graph = thread.result().print_readable(print_output=False)
             self.assertEqual(graph, want)
+
+    def test_context_on_another_thread_and_later(self):
+        def tracer():
+            return torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER
+
+        seen = []
+
+        def fn(x):
+            context = contextvars.copy_context()
+            seen.append(context.run(tracer) is not None)
+            seen.append(run_on_thread(lambda: context.run(tracer)))
+            contexts.append(context)
+            return x + 1
+
+        contexts = []
+        make_fx(fn)(torch.randn(3))
+        self.assertEqual(seen, [True, None])
+        self.assertIsNone(contexts[0].run(tracer))
 
     def test_tracer_is_gone_after_overlapping_traces(self):
         def trace(hold):

@@ -127,6 +127,10 @@ class TestTracebackThreads(TestCase):
 
             seen = run_on_thread(lambda: context.run(other))
             self.assertEqual(seen, {"tag": 1, "other": 2})
+            # What the trace of this thread asks for is not for traces of others
+            preserved = fx_traceback.has_preserved_node_meta
+            self.assertTrue(context.copy().run(preserved))
+            self.assertFalse(run_on_thread(lambda: context.run(preserved)))
             self.assertEqual(fx_traceback.get_current_meta()["custom"], {"tag": 1})
             self.assertNotIn("key", fx_traceback.get_current_meta())
 
@@ -149,7 +153,11 @@ class TestTracebackThreads(TestCase):
             self.assertFalse(
                 run_on_thread(lambda: fx_traceback.should_preserve_node_meta)
             )
-            self.assertEqual(run_on_thread(lambda: dict(fx_traceback.current_meta)), {})
+            context = contextvars.Context()
+            self.assertEqual(
+                run_on_thread(lambda: context.run(lambda: dict(fx_traceback.current_meta))),
+                {},
+            )
             fx_traceback.current_meta = {"key": 2}
             self.assertEqual(fx_traceback.get_current_meta(), {"key": 2})
         fx_traceback.should_preserve_node_meta = True

@@ -137,9 +137,17 @@ class TestTracingFlag(TestCase):
             )
             other = contextvars.copy_context()
             seen["moved"] = run_on_thread(lambda: other.run(is_fx_symbolic_tracing))
+            # And ends with it
+            seen["later"] = context
             return x
 
-        symbolic_trace(fn)
+        def outer(x):
+            symbolic_trace(fn)
+            seen["in the outer"] = seen["later"].run(is_fx_symbolic_tracing)
+            return x
+
+        symbolic_trace(outer)
+        seen["later"] = seen["later"].run(is_fx_symbolic_tracing)
         self.assertEqual(
             seen,
             {
@@ -149,22 +157,27 @@ class TestTracingFlag(TestCase):
                 "thread": False,
                 "copied, thread": False,
                 "moved": False,
+                "in the outer": True,
+                "later": False,
             },
         )
 
     def test_compiled_call_on_a_thread_started_inside_a_trace(self):
         compiled = torch.compile(lambda x: x + 1, backend="eager")
         x = torch.zeros(3)
-        results = []
+        results, contexts = [], []
 
         def fn(y):
             context = contextvars.copy_context()
             results.append(run_on_thread(lambda: compiled(x)))
             results.append(run_on_thread(lambda: context.run(compiled, x)))
+            contexts.append(context)
             return y
 
         symbolic_trace(fn)
         self.assertEqual(results, [x + 1, x + 1])
+        # Nor does a task that outlives the trace
+        self.assertEqual(contexts[0].run(compiled, x), x + 1)
 
     @parametrize("tracer", ["symbolic_trace", "real"])
     def test_compiled_function_in_own_trace_raises(self, tracer):
