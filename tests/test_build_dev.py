@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -96,7 +97,19 @@ def test_refresh_writes_the_table_of_releases(torch_env: Torch, tree: Path) -> N
     readme = torch_env.repo / "README.md"
     readme.write_text("text\n\n| a | b |\n|---|---|\n| 2.1.0 | F3 |\n| 2.0.0 | F9 |\n\ntext\n")
     assert torch_env.build("refresh", tree).returncode == 0
-    table = f"| a | b |\n|---|---|\n| {RELEASE} | F1, F2 |\n"
+    table = f"| a | b |\n|---|---|\n| {RELEASE} | F1, F2 | applied | - |\n"
+    assert readme.read_text() == f"text\n\n{table}\ntext\n"
+    # What CI tests and where it ran, as .ci/run and the results say
+    (torch_env.repo / ".ci").mkdir()
+    (torch_env.repo / ".ci" / "run").write_text(f"FULL=1.0.0\nOTHERS=({RELEASE} 1.1.0)\n")
+    results = torch_env.repo / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    arm = {"torch": f"{RELEASE}+cu130.fxctx.1", "patched": True, "gpus": ["GPU A", "GPU A"]}
+    stock = arm | {"patched": False, "gpus": ["GPU B"]}
+    (results / "one.json").write_text(json.dumps({"torch": {"stock": stock, "patched": arm}}))
+    (results / "two.json").write_text(json.dumps({"torch": "9.9.9"}))
+    assert torch_env.build("refresh", tree).returncode == 0
+    table = table.replace("applied | -", "CPU tests | GPU A")
     assert readme.read_text() == f"text\n\n{table}\ntext\n"
 
 

@@ -220,7 +220,8 @@ def test_process_that_dies_without_a_word_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     # The time that a process needs to start counts too.
-    ("workers", "seconds"), [("threads", "12"), ("processes", "30")]
+    ("workers", "seconds"),
+    [("threads", "12"), ("processes", "30")],
 )
 def test_hang_is_ended_with_all_stacks(workers: str, seconds: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics"
