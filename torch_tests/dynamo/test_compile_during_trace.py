@@ -179,6 +179,15 @@ class TestCompileDuringTrace(TestCase):
         self.assertEqual(model(x), want)
         self.assertEqual(backend.graphs, want_graphs)
 
+    def test_name_is_wrapped_after_dynamo_has_read_it(self):
+        from torch.fx._symbolic_trace import _may_be_patched
+
+        # What the guard on the name asks for, while it holds another thread's wrapper
+        read = double
+        with thread_held_in(lambda hold: trace_and_hold("symbolic_trace", hold)):
+            self.assertIsNot(double, read)
+            self.assertTrue(_may_be_patched(read))
+
     def test_leaf_module_is_recorded_after_another_thread_compiled(self):
         want = str(symbolic_trace(Outer(Block())).graph)
         compiled = torch.compile(Outer(Block()), backend="eager")
