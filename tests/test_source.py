@@ -238,9 +238,15 @@ def test_interrupt_and_go_on(sources: Sources) -> None:
     deadline = time.monotonic() + 100
     while not (sources.tree / "build" / "hangs").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0
+    # pip loses an interrupt that comes at a bad moment; who waits presses the keys again.
+    for _ in range(5):
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            _, stderr = process.communicate(timeout=30)
+            break
+        except subprocess.TimeoutExpired:
+            pass
+    assert process.poll() not in (None, 0)
     assert not [line for line in stderr.splitlines() if "source_build.py" in line], stderr
     assert list((sources.repo / "build").glob("tmp-*")) == []
     del sources.env["HANG"]
