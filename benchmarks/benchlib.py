@@ -7,12 +7,16 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TRACEBACK_FILE = re.compile(r'(?<=File ")/[^"]+')
 
 
 def positive_int(text: str) -> int:
@@ -145,15 +149,33 @@ def machine_facts() -> dict[str, Any]:
 def command_line(argv: Sequence[str]) -> str:
     """The command as a reader would type it: the script relative to the repository, no folders
     of the machine that ran it."""
-    root = Path(__file__).resolve().parent.parent
     words = ["python"]
     for word in argv:
         path = Path(word)
         if path.is_absolute():
-            path = path.resolve() if path.is_relative_to(root) else path
-            word = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+            path = path.resolve() if path.is_relative_to(ROOT) else path
+            word = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
         words.append(shlex.quote(word))
     return " ".join(words)
+
+
+def without_folders(data: Any) -> Any:
+    """``data`` with the files of tracebacks named without the folders of the machine."""
+    if isinstance(data, dict):
+        return {key: without_folders(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [without_folders(value) for value in data]
+    return TRACEBACK_FILE.sub(_short_path, data) if isinstance(data, str) else data
+
+
+def _short_path(found: re.Match[str]) -> str:
+    path = Path(found[0])
+    for folder in (ROOT, *map(Path, sys.path)):
+        if folder.is_absolute() and path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    # Of another interpreter
+    _, installed, inside = found[0].rpartition("/site-packages/")
+    return inside if installed else path.name
 
 
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
@@ -161,7 +183,7 @@ def write_json(path: str | os.PathLike[str], data: Any) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(data, indent=1, sort_keys=False) + "\n")
+    part.write_text(json.dumps(without_folders(data), indent=1, sort_keys=False) + "\n")
     part.replace(path)
 
 

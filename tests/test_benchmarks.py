@@ -40,6 +40,17 @@ def test_table_aligns_numbers_right_and_words_left() -> None:
     assert text.splitlines() == ["name  count", "----  -----", "a         5", "long  12345"]
 
 
+def test_write_json_names_the_files_of_tracebacks_without_folders(tmp_path: Path) -> None:
+    files = [benchlib.__file__, json.__file__, "/venv/site-packages/torch/fx/a.py", "/else/b.py"]
+    lines = [f'  File "{file}", line 1, in f' for file in [*files, "<string>"]]
+    path = tmp_path / "result.json"
+    benchlib.write_json(path, {"errors": [{"examples": ["\n".join(lines)]}]})
+    (example,) = json.loads(path.read_text())["errors"][0]["examples"]
+    assert re.findall('File "(.*)"', example) == [
+        "benchmarks/benchlib.py", "json/__init__.py", "torch/fx/a.py", "b.py", "<string>"
+    ]  # fmt: skip
+
+
 def test_write_json_replaces_the_file_and_leaves_no_part(tmp_path: Path) -> None:
     path = tmp_path / "made" / "out.json"
     benchlib.write_json(path, {"a": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import check_series
 import doctor
@@ -89,3 +90,11 @@ def test_the_files_that_the_pull_request_names_exist() -> None:
     assert {name for name in touched if re.search(r"/test_\w+\.py$", name)} <= set(names)
     for name in names:
         assert name in touched | UNTOUCHED or (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("*.json*")), ids=lambda p: p.name
+)
+def test_results_name_no_folder_of_a_machine(path: Path) -> None:
+    text = path.read_text()
+    assert not re.findall(r'(?:File \\"|(?<![\w/.]))/(?:tmp|root|home|opt|work)/', text)
