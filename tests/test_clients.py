@@ -185,26 +185,8 @@ def small_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2)).eval()
 
 
-@here_and_stock(240)
-def test_exports() -> None:
-    """Programs are exported, decomposed and run, strictly or not, beside each other."""
-    torch.manual_seed(0)
-    net, image = ConvNet().eval(), torch.rand(2, 3, 8, 8)
-    mlp, x = small_mlp(), torch.randn(3, 4)
-
-    def strictly() -> tuple[Any, ...]:
-        return export(mlp, x, strict=True)
-
-    def loosely() -> tuple[Any, ...]:
-        return export(net, image, strict=False)
-
-    alone, together = as_alone([loosely, loosely, loosely], [strictly])
-    same(together, alone)
-
-
-@here_and_stock(240)
-def test_exports_and_traces() -> None:
-    """Programs are exported while other threads trace with torch.fx, and the other way round."""
+def exporters() -> list[Callable[[], tuple[Any, ...]]]:
+    """Functions that export strictly, export loosely, and trace; models are the same each time."""
     torch.manual_seed(0)
     net, image = ConvNet().eval(), torch.rand(2, 3, 8, 8)
     mlp, x = small_mlp(), torch.randn(3, 4)
@@ -218,6 +200,21 @@ def test_exports_and_traces() -> None:
     def traced() -> tuple[Any, ...]:
         return trace(net), net(image)
 
+    return [strictly, loosely, traced]
+
+
+@here_and_stock(240)
+def test_exports() -> None:
+    """Programs are exported, decomposed and run, strictly or not, beside each other."""
+    strictly, loosely, _ = exporters()
+    alone, together = as_alone([loosely, loosely, loosely], [strictly])
+    same(together, alone)
+
+
+@here_and_stock(240)
+def test_exports_and_traces() -> None:
+    """Programs are exported while other threads trace with torch.fx, and the other way round."""
+    strictly, loosely, traced = exporters()
     alone, together = as_alone([traced, loosely, traced], [strictly])
     same(together, alone)
 

@@ -238,7 +238,7 @@ def test_interrupt_and_go_on(sources: Sources) -> None:
     deadline = time.monotonic() + 100
     while not (sources.tree / "build" / "hangs").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    # pip loses an interrupt that comes at a bad moment; who waits presses the keys again.
+    # One was lost on a busy machine, which nobody has explained; who waits presses them again.
     for _ in range(5):
         os.killpg(process.pid, signal.SIGINT)
         try:
