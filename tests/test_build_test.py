@@ -41,6 +41,27 @@ def test_a_guard_that_fails() -> None:
     assert counts.failed == 1 and "a::T::guard: should pass" in failures
 
 
+def test_a_guard_has_more_than_one_try() -> None:
+    asked = []
+
+    def run_tests_once(tests: list[str]) -> dict[str, tuple[str, str]]:
+        asked.append(tests)
+        outcomes = {"races": "passed" if len(asked) == 2 else "failed", "guard": "failed"}
+        if len(asked) == 1:
+            outcomes |= {"regression": "failed", "passes": "passed"}
+            return {test: (outcome, "") for test, outcome in outcomes.items()}
+        return {test: (outcomes[test], "") for test in tests}
+
+    results = run_tests.run_with_retries(run_tests_once, ["a"], {"races", "guard", "passes"})
+    assert asked == [["a"], ["races", "guard"], ["guard"]]
+    assert {test: outcome for test, (outcome, _) in results.items()} == {
+        "races": "passed",
+        "guard": "failed",
+        "regression": "failed",
+        "passes": "passed",
+    }
+
+
 @pytest.mark.parametrize("outcome", ["passed", "failed"])
 def test_a_test_that_is_left_to_chance(outcome: str) -> None:
     counts, failures = judge({"a::T::chance": outcome}, {"? a::T::chance"})

@@ -125,10 +125,10 @@ class Sources:
         return git(self.tree, "log", "--format=%s").splitlines()
 
 
-def native_series(folder: Path, **changed: str) -> None:
-    """A patch to the Python files with a test, and one to the C file."""
+def native_series(folder: Path, more: str = "") -> None:
+    """A patch to the Python files with a test, and one to the C file and to ``more``."""
     tree = folder.parent / "series-tree"
-    write(tree, SOURCES | changed)
+    write(tree, SOURCES)
     git(tree, "init", "-q")
     git(tree, "add", ".")
     git(tree, "commit", "-qm", "base")
@@ -137,6 +137,8 @@ def native_series(folder: Path, **changed: str) -> None:
     git(tree, "add", ".")
     git(tree, "commit", "-qm", "[fx] The Python part\n\nFaults: F1")
     write(tree, {"torch/csrc/dynamo/eval_frame.c": "thread_local bool flag = false;\n"})
+    if more:
+        write(tree, {more: "int more;\n"})
     git(tree, "commit", "-qam", "[dynamo] The native part\n\nFaults: F10")
     git(tree, "format-patch", "-q", "--zero-commit", "-N", "-2", "-o", str(folder))
     shutil.rmtree(tree)
@@ -356,6 +358,20 @@ def test_another_state_of_the_series(sources: Sources) -> None:
     assert sources.subjects() == ["PyTorch 2.6.0"]
     assert sources.make("--apply-only").returncode == 0
     assert len(sources.subjects()) == 3
+
+
+def test_new_series_touches_more_files(sources: Sources) -> None:
+    """In a repository that build.sh made of an archive, with the files of the old series."""
+    assert sources.make("--apply-only").returncode == 0
+    shutil.rmtree(sources.series)
+    native_series(sources.series, more="torch/csrc/other.cpp")
+    done = sources.make("--apply-only")
+    one_line(done, "another state of the series", "reset --hard")
+    subprocess.run(done.stderr.split("'")[1].split(), check=True, capture_output=True)
+    done = sources.make("--apply-only")
+    assert done.returncode == 0, done.stderr
+    assert (sources.tree / "torch/csrc/other.cpp").read_text() == "int more;\n"
+    assert (sources.tree / "torch/__init__.py").read_text().endswith("flag = True\n")
 
 
 def test_apply_only_needs_no_compiler(sources: Sources) -> None:

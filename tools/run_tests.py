@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ TORCH_PACKAGES = ("torch", "functorch", "torchgen")
 
 TEST_TIMEOUT = 300
 FILE_TIMEOUT = 1800
+# Of a test that should pass on an unpatched release.
+GUARD_RETRIES = 2
 
 
 @dataclass
@@ -281,6 +283,26 @@ def read_stock_passes(release: str) -> set[str]:
     return {line for line in lines if line}
 
 
+def run_with_retries(
+    run_tests: Callable[[list[str]], dict[str, tuple[str, str]]],
+    wanted: list[str],
+    guards: set[str],
+) -> dict[str, tuple[str, str]]:
+    """Run the ``wanted`` tests; those that should pass have more than one try.
+
+    An unpatched release has races, and a test that has nothing to do with one may meet it.
+    """
+    results = run_tests(wanted)
+    for _ in range(GUARD_RETRIES):
+        again = [test for test in results if test in guards and results[test][0] == "failed"]
+        if not again:
+            break
+        for test in again:
+            say(f"should pass unpatched, once more: {test}: {results[test][1]}")
+        results |= run_tests(again)
+    return results
+
+
 def test_stock(stock: Environment, chosen: series.Series, arguments: list[str]) -> Counts:
     """Run the tests of the series on the unpatched release, and hold them to what is expected.
 
@@ -299,17 +321,21 @@ def test_stock(stock: Environment, chosen: series.Series, arguments: list[str]) 
         env["PYTHONPATH"] = str(ROOT / "tools")
         for file, wanted in select(paths, "torch_tests", torch_tests):
             say(f"--- torch_tests/{file} on the unpatched torch {chosen.release}")
-            lines = temporary / "results"
-            lines.write_text("")
-            command = [*pytest_command(stock.python, torch_tests), "-c", os.devnull]
-            command += ["-p", "isolate_plugin", "-p", "no:timeout", "--tb=no", "-rN"]
-            command += [f"--isolate-results={lines}", f"--isolate-timeout={TEST_TIMEOUT}"]
-            status = run_pytest([*command, *others, *wanted], torch_tests, env, 2 * FILE_TIMEOUT)
-            if status not in (0, 1, 5):
-                counts.fail(f"torch_tests/{file}: pytest ended with status {status}")
-            for line in lines.read_text().splitlines():
-                test, outcome, detail = json.loads(line)
-                results[test] = (outcome, detail)
+
+            def run_isolated(tests: list[str], file: str = file) -> dict[str, tuple[str, str]]:
+                lines = temporary / "results"
+                lines.write_text("")
+                command = [*pytest_command(stock.python, torch_tests), "-c", os.devnull]
+                command += ["-p", "isolate_plugin", "-p", "no:timeout", "--tb=no", "-rN"]
+                command += [f"--isolate-results={lines}", f"--isolate-timeout={TEST_TIMEOUT}"]
+                limit = 2 * FILE_TIMEOUT
+                status = run_pytest([*command, *others, *tests], torch_tests, env, limit)
+                if status not in (0, 1, 5):
+                    counts.fail(f"torch_tests/{file}: pytest ended with status {status}")
+                read = map(json.loads, lines.read_text().splitlines())
+                return {test: (outcome, detail) for test, outcome, detail in read}
+
+            results |= run_with_retries(run_isolated, wanted, guards)
     if not results and not counts.failed:
         raise Fail("no test matches these arguments")
     if "F15" in chosen.faults:

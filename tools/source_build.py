@@ -24,6 +24,8 @@ IDENTITY = {"GIT_COMMITTER_NAME": "fxctx", "GIT_COMMITTER_EMAIL": "fxctx@localho
 # In the configuration of DIR's repository: the commit below the series, and which series it is.
 BASE_KEY = "fxctx.base"
 SERIES_KEY = "fxctx.series"
+# There too where build.sh made it, of a tree without git.
+MADE_KEY = "fxctx.made"
 
 # Settings that decide what is configured, as tools/setup_helpers/cmake.py passes them on.
 SETTING = re.compile(r"(BUILD|USE|CMAKE)_\w+|BLAS|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|DEBUG")
@@ -130,6 +132,8 @@ def apply(tree: Path, chosen: series.Series) -> None:
             return
         else:
             need_clean(tree)
+            if git(tree, "config", "--get", MADE_KEY, check=False).stdout.strip():
+                track(tree, chosen)
         base = git(tree, "rev-parse", "HEAD").stdout.strip()
         say(f"applying {len(chosen.patches)} patches ...")
         am(tree, chosen)
@@ -147,12 +151,20 @@ def make_repository(tree: Path, chosen: series.Series) -> None:
     (tree / ".git" / "info").mkdir(exist_ok=True)
     # All else stays as untracked as it was.
     (tree / ".git" / "info" / "exclude").write_text("*\n")
+    git(tree, "config", MADE_KEY, "true")
+    track(tree, chosen)
+
+
+def track(tree: Path, chosen: series.Series) -> None:
+    """Commit the files of ``tree`` that the series touches and its repository does not have."""
     paths = {path for patch in chosen.patches for path in patch.paths}
-    existing = sorted(path for path in paths if (tree / path).is_file())
-    git(tree, "add", "--force", "--", *existing)
-    author = {"GIT_AUTHOR_NAME": "PyTorch", "GIT_AUTHOR_EMAIL": "packages@pytorch.org"}
-    title = f"torch {chosen.release}, the files that the series touches"
-    git(tree, "commit", "-q", "--allow-empty", "-m", title, env=author | IDENTITY)
+    existing = {path for path in paths if (tree / path).is_file()}
+    missing = sorted(existing - set(git(tree, "ls-files").stdout.splitlines()))
+    if missing:
+        git(tree, "add", "--force", "--", *missing)
+        author = {"GIT_AUTHOR_NAME": "PyTorch", "GIT_AUTHOR_EMAIL": "packages@pytorch.org"}
+        title = f"torch {chosen.release}, the files that the series touches"
+        git(tree, "commit", "-q", "-m", title, env=author | IDENTITY)
 
 
 def is_applied(tree: Path, chosen: series.Series) -> bool:
