@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import os
+import pickle
 import sys
 
 import torch
@@ -108,6 +109,8 @@ class TestCompilingFlags(TestCase):
             finally:
                 setattr(torch.compiler, name, old)
             self.assertEqual(flags(), (False, False))
+        # cloudpickle does this for functions that use the module
+        self.assertIs(pickle.loads(pickle.dumps(torch.compiler)), torch.compiler)
 
     def test_context_on_another_thread_and_later(self):
         # Threads inherit the context where sys.flags.thread_inherit_context is set

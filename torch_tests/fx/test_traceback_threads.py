@@ -2,6 +2,7 @@
 
 import contextvars
 import os
+import pickle
 import sys
 
 import torch
@@ -165,6 +166,8 @@ class TestTracebackThreads(TestCase):
             self.assertTrue(fx_traceback.has_preserved_node_meta())
         finally:
             fx_traceback.should_preserve_node_meta = False
+        # cloudpickle does this for functions that use the module
+        self.assertIs(pickle.loads(pickle.dumps(fx_traceback)), fx_traceback)
 
 
 if __name__ == "__main__":
