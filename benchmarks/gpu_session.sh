@@ -27,7 +27,7 @@
 # In three calls of less than ten minutes on a machine with two GPUs and 32 cores; what measures
 # throughput or times is alone there:
 #
-#   gpu_session.sh doctor+tests:430+threads1:430+threads2:430+stress:300+train2:400
+#   gpu_session.sh doctor+tests:430+threads1:430+threads2:430
 #   gpu_session.sh drafters2:280 drafters3:160 firstmore:110
 #   gpu_session.sh firststep:220 drafters1:270@0+train1:270@1
 #
@@ -174,7 +174,7 @@ section_threads1() {
   sets=("$(on 0 3)" "$(on "$last_gpu" 6)")
   first_step threads1-stock --devices "${sets[0]}" --arms stock-threads --timeout 90 \
     --repetitions "$(times_or_one 2)" --side-by-side 2 &
-  first_step threads1-workaround --devices "${sets[0]}" --arms stock-workaround --timeout 90 \
+  first_step threads1-workaround --devices "${sets[0]}" --arms stock-workaround --timeout 170 \
     --repetitions "$(times_or_one 3)" --side-by-side 3 &
   first_step threads1 --devices "${sets[@]}" --arms patched-threads --caches off on --layers 1 \
     --repetitions "$(times_or_one 10)" --side-by-side "$side" --timeout 240 \

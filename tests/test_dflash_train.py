@@ -261,6 +261,14 @@ def test_stock_torch_stops_with_the_bug(tmp_path: Path) -> None:
     assert max((e["step"] for e in told if e["event"] == "step"), default=0) < 10
 
 
+@pytest.mark.parametrize(("limit", "hit"), [([], False), (["--recompile-limit", "1"], True)])
+def test_recompile_limit(limit: list[str], hit: bool) -> None:
+    short = ["--drafters", "cpu", "--steps", "6", "--eval-batches", "1", "--features", "eager"]
+    code, output = train(*short, *limit)
+    assert code == 0, output
+    assert ("hit config.recompile_limit (1)" in output) == hit, output
+
+
 @needs_patch
 def test_patched_torch_trains_three_drafters_in_threads(tmp_path: Path) -> None:
     path = tmp_path / "metrics"

@@ -210,6 +210,11 @@ def parser() -> Parser:
         help="set torch._dynamo.config.force_compile_during_fx_trace",
     )
     a.add_argument(
+        "--recompile-limit", type=positive, metavar="N",
+        help="torch._dynamo.config.recompile_limit (default: Dynamo's own for each drafter of a "
+        "process; they share the code of flex_attention, and so its limit)",
+    )
+    a.add_argument(
         "--warmup", choices=("none", "sequential"), default="none",
         help="sequential: workers compile and trace one after the other before training starts",
     )

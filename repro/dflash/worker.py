@@ -232,15 +232,22 @@ class TargetWorker:
             )
 
 
+RECOMPILE_LIMIT = 8  # Dynamo's default in all releases
+
+
 def prepare_thread(options: Namespace, device: torch.device) -> None:
-    """Settings that torch keeps for each thread."""
+    """Settings that torch keeps for each thread; those of Dynamo in some releases."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.workaround:
-        # Dynamo's settings belong to the thread that makes them in some releases.
         torch._dynamo.config.force_compile_during_fx_trace = True
+    # Past the limit, Dynamo runs a function's code without compiling it. The drafters of a process
+    # share that of flex_attention, of which each device takes three: for the first length, for all
+    # lengths, and without gradients. Three devices need nine.
+    together = len(options.drafters) if options.workers == "threads" else 1
+    torch._dynamo.config.recompile_limit = options.recompile_limit or RECOMPILE_LIMIT * together
 
 
 # ---------------------------------------------------------------------------------------------
