@@ -276,10 +276,9 @@ def build_wheel(tree: Path, env: dict[str, str], folder: Path) -> Path:
     return wheels[0]
 
 
-def tag(built: Path, chosen: series.Series, folder: Path) -> Path:
+def tag(built: Path, chosen: series.Series, folder: Path, tool: list[str]) -> Path:
     """Put the version tag and what the series is into the wheel, and move it to dist/."""
     wheel = releases.Wheel(built)
-    tool = releases.wheel_tool()
     say("tagging the wheel ...")
     run_logged([*tool, "unpack", "--dest", folder, built], "cannot unpack the wheel")
     tree = next(path for path in folder.iterdir() if path.is_dir())
@@ -317,6 +316,7 @@ def run(argv: list[str]) -> int:
     tree, chosen = find_tree(args.src)
     if not args.apply_only:
         check_tools(tree)
+        tool = releases.wheel_tool()  # May have to be installed: not after hours of building.
     if not chosen.native_patches:
         warn(f"no patch for {chosen.release} touches C++; './build.sh wheel' is much faster")
     apply(tree, chosen)
@@ -329,7 +329,7 @@ def run(argv: list[str]) -> int:
     hold_to_settings(tree, env)
     with scratch("source") as temporary:
         built = build_wheel(tree, env, temporary / "built")
-        path = tag(built, chosen, temporary / "tagged")
+        path = tag(built, chosen, temporary / "tagged", tool)
     say(f"torch {chosen.release} with {len(chosen.patches)} patches; install it with:")
     say(f"  {sys.executable} -m pip install {path}")
     print(path)
