@@ -5,6 +5,7 @@ import contextvars
 import os
 import pickle
 import sys
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -108,6 +109,8 @@ class TestCompilingFlags(TestCase):
                 self.assertFalse(run_on_thread(lambda: getattr(torch.compiler, name)))
             finally:
                 setattr(torch.compiler, name, old)
+            with mock.patch.object(torch.compiler, name, True):
+                self.assertEqual(flags()[FLAGS.index(name)], True)
             self.assertEqual(flags(), (False, False))
         # cloudpickle does this for functions that use the module
         self.assertIs(pickle.loads(pickle.dumps(torch.compiler)), torch.compiler)

@@ -157,6 +157,36 @@ class TestConcurrentTrace(TestCase):
         self.assertEqual(seen, [True])
         self.assertFalse(is_fx_symbolic_tracing())
 
+    def test_patcher_with_functions_of_its_own(self):
+        # As tracers outside of PyTorch use it
+        called = []
+
+        @functools.wraps(torch.nn.Module.__call__)
+        def module_call(mod, *args, **kwargs):
+            called.append(mod)
+            return original(mod, *args, **kwargs)
+
+        def sqrt(x):
+            return "sqrt"
+
+        original = torch.nn.Module.__call__
+        names = {"sqrt": math.sqrt}
+        module = torch.nn.Identity()
+        with _Patcher() as patcher:
+            patcher.patch_method(
+                torch.nn.Module, "__call__", module_call, deduplicate=False
+            )
+            patcher.patch(names, "sqrt", sqrt)
+            patcher.patch(names, "len", lambda x: "len")
+            torch.fx._symbolic_trace._patch_wrapped_functions(patcher)
+            _autowrap_check(patcher, {}, {id(math.sqrt)})
+            self.assertEqual(module(1), 1)
+            self.assertEqual(called, [module])
+            self.assertEqual(names["sqrt"](4), "sqrt")
+            self.assertEqual(names["len"](4), "len")
+        self.assertIs(torch.nn.Module.__call__, original)
+        self.assertEqual(names, {"sqrt": math.sqrt})
+
     def test_tracer_made_while_another_thread_traces(self):
         # The ids of the functions to wrap are collected when a Tracer is made
         with thread_held_in(hold_in_forward):

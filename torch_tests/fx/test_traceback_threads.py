@@ -4,6 +4,7 @@ import contextvars
 import os
 import pickle
 import sys
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -144,6 +145,21 @@ class TestTracebackThreads(TestCase):
             self.assertEqual(fx_traceback.get_current_meta()["custom"], {"outer": 1})
         self.assertNotIn("custom", fx_traceback.get_current_meta())
 
+    def test_contexts_left_on_another_thread(self):
+        node = symbolic_trace(lambda x: x.sin()).graph.find_nodes(op="placeholder")[0]
+        node.meta["key"] = 1
+        for context in (
+            fx_traceback.preserve_node_meta(),
+            fx_traceback.annotate({"key": 1}),
+            fx_traceback.set_current_replay_node(node),
+            fx_traceback.set_current_meta(node),
+        ):
+            context.__enter__()
+            run_on_thread(lambda: context.__exit__(None, None, None))
+            self.assertFalse(fx_traceback.has_preserved_node_meta())
+            self.assertIsNone(fx_traceback.get_current_replay_node())
+            self.assertNotIn("custom", fx_traceback.get_current_meta())
+
     def test_old_attributes(self):
         self.assertFalse(fx_traceback.should_preserve_node_meta)
         self.assertIsNone(fx_traceback.current_replay_node)
@@ -166,6 +182,15 @@ class TestTracebackThreads(TestCase):
             self.assertTrue(fx_traceback.has_preserved_node_meta())
         finally:
             fx_traceback.should_preserve_node_meta = False
+        for name, value in (
+            ("should_preserve_node_meta", True),
+            ("current_meta", {"key": 3}),
+            ("current_replay_node", object()),
+        ):
+            before = getattr(fx_traceback, name)
+            with mock.patch.object(fx_traceback, name, value):
+                self.assertIs(getattr(fx_traceback, name), value)
+            self.assertEqual(getattr(fx_traceback, name), before)
         # cloudpickle does this for functions that use the module
         self.assertIs(pickle.loads(pickle.dumps(fx_traceback)), fx_traceback)
 

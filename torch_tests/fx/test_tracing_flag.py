@@ -1,6 +1,7 @@
 # Owner(s): ["module: fx"]
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import sys
@@ -161,6 +162,37 @@ class TestTracingFlag(TestCase):
                 "later": False,
             },
         )
+
+    def test_trace_context_left_in_another_context(self):
+        # Two asyncio tasks, another thread, or in another order than entered
+        context = torch.fx._symbolic_trace._is_fx_tracing_context
+        is_tracing = torch.fx._symbolic_trace._get_is_fx_tracing
+
+        async def enter_and_leave():
+            with contextlib.ExitStack() as stack:
+
+                async def enter():
+                    stack.enter_context(context(True))
+
+                await asyncio.create_task(enter())
+
+        asyncio.run(enter_and_leave())
+        self.assertFalse(is_tracing())
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(context(True))
+        self.assertTrue(is_tracing())
+        run_on_thread(stack.close)
+        self.assertFalse(is_tracing())
+
+        with context(True):
+            first, second = contextlib.ExitStack(), contextlib.ExitStack()
+            first.enter_context(context(False))
+            second.enter_context(context(False))
+            first.close()
+            second.close()
+            self.assertTrue(is_tracing())
+        self.assertFalse(is_tracing())
 
     def test_compiled_call_on_a_thread_started_inside_a_trace(self):
         compiled = torch.compile(lambda x: x + 1, backend="eager")
