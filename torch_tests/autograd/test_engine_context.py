@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import inspect
 import io
 import os
 import pickle
 import sys
 import threading
+import warnings
 from collections import OrderedDict
 from contextvars import ContextVar, copy_context
 
@@ -29,7 +31,11 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    checkpoint,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 
 # Make the helper files in test/ importable
@@ -105,6 +111,24 @@ def backward_on_engine_thread(out, **kwargs):
         call_in_nested_backward(backward, MAX_DEPTH)
     else:
         backward()
+
+
+class CallableHook:
+    __name__ = 5
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        pass
+
+    def method(self, grad: torch.Tensor) -> None:
+        pass
+
+
+class HasAnyAttribute:
+    def __getattr__(self, name):
+        return HasAnyAttribute()
+
+    def __call__(self, *args):
+        return None
 
 
 class Recorder:
@@ -559,11 +583,112 @@ class TestLaunchingThread(TestCase):
         with self.assertRaisesRegex(RuntimeError, "hook 'changes_the_size'"):
             (x * 2).sum().backward()
 
+    @parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+    def test_registered_hook_looks_like_it(self, register):
+        def function(grad, *, unused=None):
+            """Does nothing"""
+
+        function.tag = "before"
+        owner = CallableHook()
+        x = torch.randn(4, requires_grad=True)
+        for hook in (function, owner, owner.method, functools.partial(function)):
+            handle = getattr(x, register)(hook)
+            hooks = handle.hooks_dict_ref()
+            registered = hooks[handle.id]
+            self.assertTrue(registered == hook)
+            self.assertTrue(hook == registered)
+            self.assertFalse(registered == CallableHook())
+            self.assertTrue(hook in hooks.values())
+            self.assertTrue(registered in {hook})
+            self.assertEqual(repr(registered), repr(hook))
+            self.assertEqual(registered.__doc__, hook.__doc__)
+            self.assertEqual(registered.__module__, hook.__module__)
+            self.assertEqual(inspect.signature(registered), inspect.signature(hook))
+            for name in ("__name__", "__qualname__", "__self__", "__func__", "func"):
+                self.assertTrue(
+                    getattr(registered, name, None) == getattr(hook, name, None)
+                )
+            handle.remove()
+        handle = getattr(x, register)(function)
+        registered = handle.hooks_dict_ref()[handle.id]
+        self.assertEqual(registered.tag, "before")
+        function.tag = "after"
+        self.assertEqual(registered.tag, "after")
+        with self.assertRaisesRegex(AttributeError, "'function' object .* 'missing'"):
+            registered.missing
+
+    @parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+    @parametrize("hook_class", [CallableHook, HasAnyAttribute])
+    def test_hook_with_odd_attributes(self, register, hook_class):
+        x = torch.randn(4, requires_grad=True)
+        getattr(x, register)(hook_class())
+        (x * 2).sum().backward()
+        self.assertEqual(x.grad, torch.full((4,), 2.0))
+
+    def test_top_saved_tensors_hooks_look_like_them(self):
+        def pack(tensor):
+            return tensor
+
+        def unpack(packed):
+            return packed
+
+        with saved_tensors_hooks(pack, unpack):
+            pack.tag = "pack"
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self.assertEqual(top[0].tag, "pack")
+            self.assertTrue(tuple(top) == (pack, unpack))
+
+    @parametrize("respect", [None, False, True])
+    @parametrize("nested", [False, True])
+    def test_selective_checkpoint(self, respect, nested):
+        # Sees that its own saved tensor hooks are none of the user's
+        def policy(ctx, op, *args, **kwargs):
+            if op is torch.ops.aten.mm.default:
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        def fn(x):
+            return (x @ x).sin() @ x
+
+        def selective(x):
+            return checkpoint(
+                fn,
+                x,
+                use_reentrant=False,
+                context_fn=functools.partial(
+                    create_selective_checkpoint_contexts, policy
+                ),
+                respect_saved_tensors_hooks=respect,
+            )
+
+        def run(x):
+            if nested:
+                return checkpoint(selective, x, use_reentrant=False)
+            return selective(x)
+
+        x = torch.randn(4, 4, requires_grad=True)
+        (expected,) = torch.autograd.grad(fn(x).sum(), x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            (grad,) = torch.autograd.grad(run(x).sum(), x)
+        self.assertEqual(grad, expected)
+        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            if respect is None:
+                with self.assertWarnsRegex(FutureWarning, "saved_tensors_hooks"):
+                    out = run(x)
+            else:
+                out = run(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        self.assertEqual(grad, expected)
+
     def test_pickle_and_copy(self):
         x = torch.randn(4, requires_grad=True)
         handle = x.register_hook(torch.neg)
         for other in (pickle.loads(pickle.dumps(handle)), copy.deepcopy(handle)):
             self.assertEqual(other.id, handle.id)
+        hooks = x._backward_hooks
+        for other in (pickle.loads(pickle.dumps(hooks)), copy.deepcopy(hooks)):
+            self.assertTrue(other == {handle.id: torch.neg})
         with self.assertWarnsRegex(UserWarning, "built-in method neg"):
             torch.save(x, io.BytesIO())
         handle.remove()
@@ -589,6 +714,35 @@ class TestLaunchingThread(TestCase):
             x.exp().sum().backward()
         self.assertEqual(x.grad, 3 * x.exp())
         self.assertEqual(len(graphs), 1)
+
+    @parametrize("fullgraph", [False, True])
+    @parametrize("caller", ["hook", "function"])
+    def test_compiled_autograd_queues_callbacks(self, fullgraph, caller):
+        called = []
+
+        def callback():
+            called.append(True)
+
+        def queue(*args):
+            Variable._execution_engine.queue_callback(callback)
+
+        torch._dynamo.reset()
+        x = torch.randn(4, requires_grad=True)
+        if caller == "function":
+            out = Call.apply(x, queue)
+        else:
+            x.register_hook(queue)
+            out = x.clone()
+        with torch._dynamo.compiled_autograd._enable(
+            torch.compile(backend="eager", fullgraph=fullgraph)
+        ):
+            if fullgraph:
+                out.sum().backward()
+            else:
+                # Not dropped
+                with self.assertRaisesRegex(AssertionError, "only supported when"):
+                    out.sum().backward()
+        self.assertEqual(called, [True] if fullgraph else [])
 
     def test_compiled_save_on_cpu(self):
         x = torch.randn(4, requires_grad=True)

@@ -1,8 +1,10 @@
 # Owner(s): ["module: dynamo"]
 
+import functools
 import math
 import os
 import sys
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -222,6 +224,44 @@ class TestCompileDuringTrace(TestCase):
             out = torch.compile(fn, backend=backend)(x)
         self.assertEqual(out, fn(x))
         self.assertEqual(backend.graphs, want_graphs)
+
+    @parametrize("method", ["__call__", "__getattr__"])
+    def test_replaced_module_method(self, method):
+        # Code outside of PyTorch may replace it after torch._dynamo is imported
+        x = torch.randn(2, 3)
+        want, want_graphs = self.compile_alone(MODELS["plain"], x)
+
+        def export(model):
+            graph = torch.export.export(model, (x,), strict=True).graph
+            stacks = [
+                list(node.meta.get("nn_module_stack", {}).values())
+                for node in graph.nodes
+            ]
+            return str(graph), stacks
+
+        torch.manual_seed(0)
+        model = MODELS["plain"]()
+        _, want_stacks = export(model)
+        orig_method = getattr(torch.nn.Module, method)
+
+        @functools.wraps(orig_method)
+        def replacement(*args, **kwargs):
+            return orig_method(*args, **kwargs)
+
+        backend = GraphCounter()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        with mock.patch.object(torch.nn.Module, method, replacement):
+            exported = export(model)
+            self.assertEqual(exported[1], want_stacks)
+            torch._dynamo.reset()
+            self.assertEqual(compiled(x), want)
+            num_graphs = len(backend.graphs)
+            with thread_held_in(lambda hold: trace_and_hold("symbolic_trace", hold)):
+                self.assertEqual(compiled(x), want)
+                if method == "__call__":
+                    self.assertEqual(len(backend.graphs), num_graphs)
+                self.assertEqual(export(model), exported)
+            self.assertIs(getattr(torch.nn.Module, method), replacement)
 
     def test_compile_inside_own_trace(self):
         # Dynamo sees modules and functions as they are outside of the trace

@@ -10,7 +10,12 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch.fx import Interpreter, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
 
 
 # Make the helper files in test/ importable
@@ -160,6 +165,48 @@ class TestTracebackThreads(TestCase):
             self.assertIsNone(fx_traceback.get_current_replay_node())
             self.assertNotIn("custom", fx_traceback.get_current_meta())
 
+    @parametrize("strict", [False, True])
+    def test_dynamo_traces_readers(self, strict):
+        @fx_traceback.preserve_node_meta()
+        def decorated(x):
+            fx_traceback.set_grad_fn_seq_nr(1)
+            fx_traceback.reset_grad_fn_seq_nr()
+            return x + 10 if fx_traceback.has_preserved_node_meta() else x
+
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                fx_traceback.set_stack_trace(["trace"])
+                with fx_traceback.preserve_node_meta():
+                    if fx_traceback.has_preserved_node_meta():
+                        x = x + 20
+                with fx_traceback._preserve_node_seq_nr():
+                    if fx_traceback._is_preserving_node_seq_nr():
+                        x = x + 40
+                if fx_traceback.get_current_replay_node() is None:
+                    x = x + 80
+                x = decorated(x) + len(fx_traceback.get_current_meta())
+                return x + 1 if fx_traceback.has_preserved_node_meta() else x + 2
+
+        x = torch.randn(3)
+        model = Model()
+        with thread_held_in(annotated):
+            if strict:
+                ep = torch.export.export(model, (x,), strict=True)
+                self.assertEqual(ep.module()(x), x + 152)
+                return
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            self.assertEqual(compiled(x), x + 152)
+            with fx_traceback.preserve_node_meta():
+                want = model(x)
+                self.assertEqual(compiled(x), want)
+                self.assertTrue(fx_traceback.has_preserved_node_meta())
+                self.assertEqual(
+                    fx_traceback.get_current_meta(), {"stack_trace": "trace"}
+                )
+            self.assertEqual(compiled(x), x + 152)
+        self.assertFalse(fx_traceback.has_preserved_node_meta())
+        self.assertFalse(fx_traceback._is_preserving_node_seq_nr())
+
     def test_old_attributes(self):
         self.assertFalse(fx_traceback.should_preserve_node_meta)
         self.assertIsNone(fx_traceback.current_replay_node)
@@ -193,6 +240,9 @@ class TestTracebackThreads(TestCase):
             self.assertEqual(getattr(fx_traceback, name), before)
         # cloudpickle does this for functions that use the module
         self.assertIs(pickle.loads(pickle.dumps(fx_traceback)), fx_traceback)
+
+
+instantiate_parametrized_tests(TestTracebackThreads)
 
 
 if __name__ == "__main__":

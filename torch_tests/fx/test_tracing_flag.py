@@ -57,6 +57,17 @@ class TestTracingFlag(TestCase):
             self.assertEqual(run_on_thread(lambda: compiled(x)), want)
         self.assertEqual(thread.result()(x), x + 1)
 
+    def test_dynamo_traces_flag(self):
+        def fn(x):
+            with torch.fx._symbolic_trace._is_fx_tracing_context(False):
+                x = x.sin()
+            return x if torch.fx._symbolic_trace._get_is_fx_tracing() else x + 1
+
+        x = torch.randn(3)
+        compiled = torch.compile(fn, backend="eager", fullgraph=True)
+        with thread_held_in(lambda hold: trace_and_hold("symbolic_trace", hold)):
+            self.assertEqual(compiled(x), x.sin() + 1)
+
     def test_flag_while_another_thread_traces(self):
         with thread_held_in(lambda hold: trace_and_hold("symbolic_trace", hold)):
             self.assertFalse(is_fx_symbolic_tracing())
