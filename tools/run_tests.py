@@ -319,22 +319,23 @@ def test_stock(stock: Environment, chosen: series.Series, arguments: list[str]) 
         series.write_tree(chosen.tests(), torch_tests)
         env = environment_for(stock.python, stock, temporary / "inductor")
         env["PYTHONPATH"] = str(ROOT / "tools")
+        lines = temporary / "results"
+        command = [*pytest_command(stock.python, torch_tests), "-c", os.devnull]
+        command += ["-p", "isolate_plugin", "-p", "no:timeout", "--tb=no", "-rN"]
+        command += [f"--isolate-results={lines}", f"--isolate-timeout={TEST_TIMEOUT}", *others]
+
+        def run_isolated(tests: list[str]) -> dict[str, tuple[str, str]]:
+            """Run tests of one file: outcome and detail of each."""
+            lines.write_text("")
+            status = run_pytest([*command, *tests], torch_tests, env, 2 * FILE_TIMEOUT)
+            if status not in (0, 1, 5):
+                file = tests[0].partition("::")[0]
+                counts.fail(f"torch_tests/{file}: pytest ended with status {status}")
+            read = map(json.loads, lines.read_text().splitlines())
+            return {test: (outcome, detail) for test, outcome, detail in read}
+
         for file, wanted in select(paths, "torch_tests", torch_tests):
             say(f"--- torch_tests/{file} on the unpatched torch {chosen.release}")
-
-            def run_isolated(tests: list[str], file: str = file) -> dict[str, tuple[str, str]]:
-                lines = temporary / "results"
-                lines.write_text("")
-                command = [*pytest_command(stock.python, torch_tests), "-c", os.devnull]
-                command += ["-p", "isolate_plugin", "-p", "no:timeout", "--tb=no", "-rN"]
-                command += [f"--isolate-results={lines}", f"--isolate-timeout={TEST_TIMEOUT}"]
-                limit = 2 * FILE_TIMEOUT
-                status = run_pytest([*command, *others, *tests], torch_tests, env, limit)
-                if status not in (0, 1, 5):
-                    counts.fail(f"torch_tests/{file}: pytest ended with status {status}")
-                read = map(json.loads, lines.read_text().splitlines())
-                return {test: (outcome, detail) for test, outcome, detail in read}
-
             results |= run_with_retries(run_isolated, wanted, guards)
     if not results and not counts.failed:
         raise Fail("no test matches these arguments")

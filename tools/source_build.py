@@ -160,11 +160,12 @@ def track(tree: Path, chosen: series.Series) -> None:
     paths = {path for patch in chosen.patches for path in patch.paths}
     existing = {path for path in paths if (tree / path).is_file()}
     missing = sorted(existing - set(git(tree, "ls-files").stdout.splitlines()))
-    if missing:
+    has_base = git(tree, "rev-parse", "--verify", "HEAD", check=False).returncode == 0
+    if missing or not has_base:
         git(tree, "add", "--force", "--", *missing)
         author = {"GIT_AUTHOR_NAME": "PyTorch", "GIT_AUTHOR_EMAIL": "packages@pytorch.org"}
         title = f"torch {chosen.release}, the files that the series touches"
-        git(tree, "commit", "-q", "-m", title, env=author | IDENTITY)
+        git(tree, "commit", "-q", "--allow-empty", "-m", title, env=author | IDENTITY)
 
 
 def is_applied(tree: Path, chosen: series.Series) -> bool:

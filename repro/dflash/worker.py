@@ -244,8 +244,8 @@ def prepare_thread(options: Namespace, device: torch.device) -> None:
     if options.workaround:
         torch._dynamo.config.force_compile_during_fx_trace = True
     # Past the limit, Dynamo runs a function's code without compiling it. The drafters of a process
-    # share that of flex_attention, of which each device takes three: for the first length, for all
-    # lengths, and without gradients. Three devices need nine.
+    # share that of flex_attention, of which each device takes three (counted on the CPU): for the
+    # first length, for all lengths, and without gradients. Three devices need nine.
     together = len(options.drafters) if options.workers == "threads" else 1
     torch._dynamo.config.recompile_limit = options.recompile_limit or RECOMPILE_LIMIT * together
 
