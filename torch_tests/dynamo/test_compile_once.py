@@ -433,16 +433,20 @@ class TestCompileOnce(TestCase):
         def fn(x):
             return x.sin() + 1
 
-        backends = [CountingBackend(self.lock, 1), CountingBackend(self.lock, 1)]
+        class Backend(CountingBackend):
+            def __call__(self, gm, example_inputs):
+                result = super().__call__(gm, example_inputs)
+                # The other one comes last, nobody waits for compile_lock then
+                for backend in backends:
+                    backend.waiters = 0
+                return result
 
-        def run(backend, other):
-            result = torch.compile(fn, backend=backend)(torch.ones(3))
-            other.waiters = 0
-            return result
-
+        backends = [Backend(self.lock, waiters=1) for _ in range(2)]
         run_in_context(
-            lambda: run(backends[0], backends[1]),
-            lambda: run(backends[1], backends[0]),
+            *(
+                lambda backend=backend: torch.compile(fn, backend=backend)(torch.ones(3))
+                for backend in backends
+            )
         )
         self.assertEqual([b.calls for b in backends], [1, 1])
         self.assertEqual(len(_debug_get_cache_entry_list(fn)), 2)
