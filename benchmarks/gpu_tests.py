@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -245,12 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if "patched" in args.arms:  # the files first: they take longest
                     jobs += [pool.submit(one, "patched", f, args.file_timeout) for f in files]
                 if "stock" in args.arms:
-                    for found in pool.map(tests.collect, files):
-                        jobs += [
-                            pool.submit(one, "stock", test, args.test_timeout + 60)
-                            for test in found
-                            if not (has_gpu and "CPU::" in test)
-                        ]
+                    found = itertools.chain(*pool.map(tests.collect, files))
+                    wanted = [test for test in found if not (has_gpu and "CPU::" in test)]
+                    wanted.sort(key=lambda test: "CUDA::" not in test)  # first what is only here
+                    jobs += [
+                        pool.submit(one, "stock", test, args.test_timeout + 60) for test in wanted
+                    ]
                 for job in jobs:
                     job.result()
             except KeyboardInterrupt:
@@ -263,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         guards = run_tests.read_stock_passes(release)
         for r in results["stock"]:
             wanted = "passed" if r["test"] in guards else "failed"
-            if r["outcome"] not in (wanted, "skipped"):
+            left_to_chance = f"? {r['test']}" in guards
+            if r["outcome"] not in (wanted, "skipped") and not left_to_chance:
                 unexpected.append(f"stock: {r['test']}: {r['outcome']}")
     if args.json:
         benchlib.write_json(args.json, report)

@@ -34,6 +34,13 @@ class Model(nn.Module):
         return self.body(x) * self.scale
 
 
+def compile(module, in_place, **kwargs):
+    if in_place:
+        module.compile(**kwargs)
+        return module
+    return torch.compile(module, **kwargs)
+
+
 def replicate_on_cpu(module, n):
     """What DataParallel does, with copies on the CPU instead of n GPUs."""
 
@@ -70,9 +77,10 @@ class TestDataParallel(TestCase):
         x = torch.randn(2, 4)
         self.assertEqual(compiled(x), model(x))
 
-    def test_replicas_use_their_own_parameters(self):
+    @parametrize("in_place", (False, True))
+    def test_replicas_use_their_own_parameters(self, in_place):
         model = Model()
-        compiled = torch.compile(model, backend="eager")
+        compiled = compile(model, in_place, backend="eager")
         replicas = replicate_on_cpu(compiled, 2)
         x = torch.randn(2, 4)
         expected = model(x)
@@ -82,16 +90,41 @@ class TestDataParallel(TestCase):
         for replica in replicas:
             self.assertIsInstance(replica, type(compiled))
             self.assertEqual(replica(x), expected)
+        self.assertEqual(counters["stats"]["unique_graphs"], 2 if in_place else 1)
 
+    def test_replicas_of_a_compiled_submodule(self):
+        model = Model()
+        model.body.compile(backend="eager")
+        x = torch.randn(2, 4)
+        expected = model(x)
+        replicas = replicate_on_cpu(model, 2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        for replica in replicas:
+            self.assertEqual(replica(x), expected)
+
+    def test_replicas_of_a_module_compiled_with_disable(self):
+        model = Model()
+        model.compile(disable=True)
+        x = torch.randn(2, 4)
+        expected = model(x)
+        replicas = replicate_on_cpu(model, 2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        self.assertEqual(replicas[1](x), expected)
+
+    @parametrize("in_place", (False, True))
     @parametrize("backend", ("eager", "aot_eager"))
-    def test_training_in_threads(self, backend):
+    def test_training_in_threads(self, backend, in_place):
         # A new set of replicas for each step, one thread for each replica
         torch.manual_seed(0)
         model = Model()
-        compiled = torch.compile(model, backend=backend)
+        compiled = compile(model, in_place, backend=backend)
         x = torch.randn(6, 4)
         for _ in range(3):
-            model(x).square().sum().backward()
+            model.forward(x).square().sum().backward()
             expected = [p.grad for p in model.parameters()]
             model.zero_grad()
             replicas = replicate_on_cpu(compiled, 3)
@@ -108,13 +141,14 @@ class TestDataParallel(TestCase):
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
 
     @unittest.skipIf(not TEST_MULTIGPU, "needs two GPUs")
+    @parametrize("in_place", (False, True))
     @parametrize("backend", ("aot_eager", "inductor"))
-    def test_data_parallel(self, backend):
+    def test_data_parallel(self, backend, in_place):
         model = Model().cuda()
-        compiled = nn.DataParallel(torch.compile(model, backend=backend), [0, 1])
+        compiled = nn.DataParallel(compile(model, in_place, backend=backend), [0, 1])
         x = torch.randn(6, 4, device="cuda")
         for _ in range(3):
-            model(x).square().sum().backward()
+            model.forward(x).square().sum().backward()
             expected = [p.grad for p in model.parameters()]
             model.zero_grad()
             compiled(x).square().sum().backward()
