@@ -402,6 +402,27 @@ class TestConcurrentTrace(TestCase):
             self.assertEqual(str(symbolic_trace(Model()).graph), self.want_graph)
         self.assertIs(torch.nn.Module.__call__, prior)
 
+    def test_names_replaced_between_traces(self):
+        # One trace after the other uses a replacement, while the name is what it was
+        def other_leaf(x):
+            return x
+
+        def other_sqrt(x):
+            return x
+
+        globals().update(leaf=other_leaf, sqrt=other_sqrt)
+        math.sqrt = other_sqrt
+        graph = symbolic_trace(Model()).graph
+        self.assertIs(leaf, other_leaf)
+        self.assertIs(math.sqrt, other_sqrt)
+        targets = {node.target for node in graph.nodes}
+        self.assertTrue({other_leaf, other_sqrt} <= targets)
+        self.assertFalse({ORIGINAL_LEAF, ORIGINAL_SQRT} & targets)
+
+        globals().update(leaf=ORIGINAL_LEAF, sqrt=ORIGINAL_SQRT)
+        math.sqrt = ORIGINAL_SQRT
+        self.assertEqual(str(symbolic_trace(Model()).graph), self.want_graph)
+
     def test_tracer_is_copied_and_pickled_during_its_trace(self):
         class Subclass(Tracer):
             def is_leaf_module(self, m, module_qualified_name):
