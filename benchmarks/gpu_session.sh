@@ -38,6 +38,7 @@
 #   OVERLAY   the folder of the patched copy (default fxctx-overlay in the temporary folder)
 #   GROW      GiB of memory to touch in setup, for a virtual machine whose memory grows only as fast
 #             as one process fills it, while many are about to start (default 0)
+#   REPETITIONS  of threads1 and threads2 (default 10)
 #   SMOKE=1   try the script itself: on the CPU, tiny sizes, one repetition
 set -euo pipefail
 
@@ -177,7 +178,7 @@ section_threads1() {
   first_step threads1-workaround --devices "${sets[0]}" --arms stock-workaround --timeout 170 \
     --repetitions "$(times_or_one 3)" --side-by-side 3 &
   first_step threads1 --devices "${sets[@]}" --arms patched-threads --caches off on --layers 1 \
-    --repetitions "$(times_or_one 10)" --side-by-side "$side" --timeout 240 \
+    --repetitions "$(times_or_one "${REPETITIONS:-10}")" --side-by-side "$side" --timeout 240 \
     --budget "$((limit - 90))" || status=$?
   wait
   return "$status"
@@ -188,7 +189,7 @@ section_threads2() {
   first_step threads2-stock --devices "$(on 0-1 1)" --arms stock-threads,stock-workaround \
     --timeout 90 --repetitions "$(times_or_one 2)" --side-by-side 2 &
   first_step threads2 --devices "$(on 0-1 1)" "$(on 0-1 3)" --arms patched-threads \
-    --caches off on --layers 1 --repetitions "$(times_or_one 10)" --side-by-side "$side" \
+    --caches off on --layers 1 --repetitions "$(times_or_one "${REPETITIONS:-10}")" --side-by-side "$side" \
     --timeout 240 --budget "$((limit - 90))" || status=$?
   wait
   return "$status"
