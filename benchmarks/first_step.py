@@ -342,7 +342,8 @@ def worker_main(spec_file: str) -> int:
     folder = Path(spec_file).parent
     stacks = Path(spec["stacks"]).open("w")  # noqa: SIM115
     faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # A run that is still alive then is about to be ended
+    faulthandler.dump_traceback_later(spec["dump_after"], file=stacks)
     import torch
     import torch._dynamo
 
@@ -440,6 +441,7 @@ class Runner:
             "backward": not (args.forward_only or cpu),
             "workaround": config.arm == "stock-workaround",
             "dtype": "float32" if cpu else "bfloat16",
+            "dump_after": 0.95 * args.timeout,
             **{key: getattr(args, key) for key in
                ("layers", "hidden", "head_dim", "batch", "lengths")},
         }  # fmt: skip
@@ -473,8 +475,6 @@ class Runner:
             self.children.update(children)
             try:
                 timed_out = not self.wait(children, folder, began + args.timeout)
-                if timed_out:
-                    dump_stacks([c for c in children if c.poll() is None])
             finally:
                 for child in children:
                     kill(child)
@@ -524,8 +524,7 @@ class Runner:
             stack = folder / f"stacks-{i}"
             if stack.exists():
                 stacks += stack.read_text(errors="replace")
-            # SIGUSR1 ends a process that hangs before it can say where.
-            if child.returncode not in (0, -signal.SIGKILL, -signal.SIGUSR1):
+            if child.returncode not in (0, -signal.SIGKILL):
                 log = (folder / f"log-{i}").read_text(errors="replace").strip().splitlines()
                 code = child.returncode
                 why = signal.Signals(-code).name if code < 0 else (log or [f"exit code {code}"])[-1]
@@ -557,14 +556,6 @@ class Runner:
         self.ended = True
         for child in list(self.children):
             kill(child)
-
-
-def dump_stacks(children: list[subprocess.Popen[bytes]]) -> None:
-    """Have each process write the stacks of its threads to its file."""
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGUSR1)
-    time.sleep(1.0)
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:

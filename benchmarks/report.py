@@ -272,7 +272,7 @@ def plot_drafters(result: Result, path: Path) -> list[Path]:
     pyplot = plt()
     arms = {n: a for n, a in result["arms"].items() if n != "reference"}
     count = max([len(a["drafters"]) for a in arms.values()] + [1])
-    figure_, axes = pyplot.subplots(figsize=(1.9 * len(arms) + 1.5, 4.2))
+    figure_, axes = pyplot.subplots(figsize=(max(8.0, 1.9 * len(arms) + 1.5), 4.2))
     width = 0.78 / count
     ideal = arms.get("processes", {}).get("drafters", [])
     for x, arm in enumerate(arms.values()):
@@ -281,8 +281,8 @@ def plot_drafters(result: Result, path: Path) -> list[Path]:
             axes.bar(at, d["ktok_s"], width * 0.92, color=COLOURS[i % len(COLOURS)])
             every = d["ktok_s_all"]
             axes.plot([at] * len(every), every, "o", color=INK, markersize=3, alpha=0.6)
-            axes.annotate(f"{d['ktok_s']:.3g}", (at, max(every)), xytext=(0, 4),
-                          textcoords="offset points", ha="center", fontsize=9)  # fmt: skip
+            axes.annotate(f"{d['ktok_s']:.3g}", (at, d["ktok_s"] / 2), ha="center", va="center",
+                          color="white", fontweight="bold")  # fmt: skip
         failed = ", ".join(o for o in arm["outcomes"] if o != "trained")
         if failed:
             axes.annotate(failed, (x, 0), xytext=(0, 6), textcoords="offset points", ha="center",
