@@ -20,16 +20,20 @@
 #   stress     stress.py with CUDA tensors, patched and stock
 #   train1     three drafters on one GPU train for 200 steps (qwen2.5-0.5b)
 #   train2     a drafter on each of two GPUs trains for 200 steps (qwen3-4b)
-#   drafters1  drafters.py, three drafters on one GPU (DRAFTERS1, default qwen3-4b)
+#   drafters1  drafters.py, three drafters on one GPU (DRAFTERS1, default qwen2.5-0.5b; three of
+#              qwen3-4b need more than the 140 GiB of an H200)
 #   drafters2  drafters.py, a drafter on each of two GPUs, qwen3-4b
 #   drafters3  the same, qwen2.5-0.5b
+#   limit      the same with Dynamo's recompile_limit so low that the drafters use it up: the slow case
 #
-# In three calls of less than ten minutes on a machine with two GPUs and 32 cores; what measures
-# throughput or times is alone there:
+# In calls of less than ten minutes on a machine with two GPUs and 32 cores; what measures throughput
+# or times is alone there, and what a call left out the next one does:
 #
 #   gpu_session.sh doctor+tests:430+threads1:430+threads2:430
-#   gpu_session.sh drafters2:280 drafters3:160 firstmore:110
-#   gpu_session.sh firststep:220 drafters1:270@0+train1:270@1
+#   gpu_session.sh drafters2:540
+#   gpu_session.sh drafters2:340 firststep:200
+#   gpu_session.sh drafters1:280@0 train1:270@0+train2:270+stress:270
+#   gpu_session.sh drafters3:300 limit:200 firstmore:60
 #
 # Environment:
 #   OUT       where results go (default ./gpu-results): summary.txt, results.tar.gz with the JSON
@@ -256,9 +260,22 @@ one_on_each() {
   if [[ -n $SMOKE ]]; then echo cpu,cpu; else echo cuda:0-1; fi
 }
 
-section_drafters1() { run_drafters drafters1 "${DRAFTERS1:-qwen3-4b}" "$(three_on_one)" 40; }
+section_drafters1() { run_drafters drafters1 "${DRAFTERS1:-qwen2.5-0.5b}" "$(three_on_one)" 60; }
 section_drafters2() { run_drafters drafters2 qwen3-4b "$(one_on_each)" 48; }
 section_drafters3() { run_drafters drafters3 qwen2.5-0.5b "$(one_on_each)" 120; }
+
+# Each device takes three entries of the code that the drafters share.
+section_limit() {
+  local preset=qwen2.5-0.5b steps=60
+  if [[ -n $SMOKE ]]; then
+    preset=tiny
+    steps=8
+  fi
+  TORCH_LOGS=recompiles "$PYTHON" "$root/benchmarks/drafters.py" --patched-pythonpath "$OVERLAY" \
+    --preset "$preset" --drafters "$(one_on_each)" --arms patched-threads,stock-workaround,processes \
+    --train-options "--recompile-limit 4" --repetitions 1 --steps "$steps" \
+    --hang-timeout 75 --run-timeout 130 --budget "$((limit - 15))" --json "$results/limit.json"
+}
 
 # --- running them ------------------------------------------------------------------------------
 
