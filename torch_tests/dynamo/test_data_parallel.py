@@ -77,43 +77,33 @@ class TestDataParallel(TestCase):
         x = torch.randn(2, 4)
         self.assertEqual(compiled(x), model(x))
 
-    @parametrize("in_place", (False, True))
-    def test_replicas_use_their_own_parameters(self, in_place):
-        model = Model()
-        compiled = compile(model, in_place, backend="eager")
-        replicas = replicate_on_cpu(compiled, 2)
+    def check_replicas(self, module, model):
+        """Replicas of module, which calls model, use their own parameters."""
+        replicas = replicate_on_cpu(module, 2)
         x = torch.randn(2, 4)
         expected = model(x)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         for replica in replicas:
-            self.assertIsInstance(replica, type(compiled))
+            self.assertIsInstance(replica, type(module))
             self.assertEqual(replica(x), expected)
+
+    @parametrize("in_place", (False, True))
+    def test_replicas_use_their_own_parameters(self, in_place):
+        model = Model()
+        self.check_replicas(compile(model, in_place, backend="eager"), model)
         self.assertEqual(counters["stats"]["unique_graphs"], 2 if in_place else 1)
 
     def test_replicas_of_a_compiled_submodule(self):
         model = Model()
         model.body.compile(backend="eager")
-        x = torch.randn(2, 4)
-        expected = model(x)
-        replicas = replicate_on_cpu(model, 2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        for replica in replicas:
-            self.assertEqual(replica(x), expected)
+        self.check_replicas(model, model)
 
     def test_replicas_of_a_module_compiled_with_disable(self):
         model = Model()
         model.compile(disable=True)
-        x = torch.randn(2, 4)
-        expected = model(x)
-        replicas = replicate_on_cpu(model, 2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        self.assertEqual(replicas[1](x), expected)
+        self.check_replicas(model, model)
 
     @parametrize("in_place", (False, True))
     @parametrize("backend", ("eager", "aot_eager"))
