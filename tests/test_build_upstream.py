@@ -69,7 +69,8 @@ def runner(**env: str) -> upstream_compare.Runner:
     def run(arguments: list[str], folder: Path) -> int:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull]
         command += [f"--rootdir={folder}", *arguments]
-        return subprocess.run(command, cwd=folder, env=os.environ | env, timeout=120).returncode
+        environment = upstream_compare.environment({**os.environ, **env})
+        return subprocess.run(command, cwd=folder, env=environment, timeout=120).returncode
 
     return run
 
@@ -80,7 +81,9 @@ def test_equal_runs_show_only_what_threads_break(
     pytest.importorskip("pytest_run_parallel")
     assert upstream_compare.compare(checkout, runner(), runner(), []) == 1
     failed = [x for x in capfd.readouterr().out.splitlines() if x.startswith("FAILED")]
-    assert failed == ["FAILED on four threads: test_fx.py::TestFX::test_needs_to_be_alone"]
+    assert len(failed) == 1
+    test = "test_fx.py::TestFX::test_needs_to_be_alone"
+    assert failed[0].startswith(f"FAILED on four threads: {test}: AssertionError: ")
 
 
 def test_a_patched_release_that_loses_tests(

@@ -18,7 +18,7 @@ from common import ROOT, Fail, say
 
 FILES = ("test_fx.py", "test_proxy_tensor.py", "fx/test_*.py", "dynamo/test_misc.py")
 PROCESS_WIDE = ROOT / "tests" / "upstream_process_wide.txt"
-THREADS = ("--parallel-threads=4", "--iterations=2")
+THREADS = ("-p", "ast_plugin", "--parallel-threads=4", "--iterations=2")
 TIMEOUT = 120
 FILE_TIMEOUT = 3600
 
@@ -28,9 +28,10 @@ Runner = Callable[[list[str], Path], "int | None"]
 
 @dataclass
 class Results:
-    """The outcome of each test of one run: passed, failed or skipped."""
+    """The outcome of each test of one run, passed, failed or skipped, and why it failed."""
 
     tests: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
     unfinished: list[str] = field(default_factory=list)
 
     def count(self, outcome: str) -> int:
@@ -41,23 +42,23 @@ class Results:
         return text + (f"; did not finish: {', '.join(self.unfinished)}" * bool(self.unfinished))
 
 
-def read_junit(path: Path, file: str) -> dict[str, str] | None:
-    """The outcomes in one report of pytest, by file, class and test; None without a report."""
+def read_junit(path: Path, file: str) -> Results | None:
+    """What one report of pytest says, by file, class and test; None without a report."""
     try:
         cases = xml.etree.ElementTree.parse(path).iter("testcase")
-        found: dict[str, str] = {}
-        for case in cases:
-            owner = case.get("classname", "").rpartition(".")[2]
-            if case.find("failure") is not None or case.find("error") is not None:
-                outcome = "failed"
-            else:
-                outcome = "passed" if case.find("skipped") is None else "skipped"
-            name = f"{file}::{owner}::{case.get('name')}"
-            # A test that passes and then fails in its teardown has two cases.
-            found[name] = "failed" if "failed" in (outcome, found.get(name)) else outcome
-        return found
     except (OSError, xml.etree.ElementTree.ParseError):
         return None
+    results = Results()
+    for case in cases:
+        name = f"{file}::{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        failure = next((f for tag in ("failure", "error") for f in case.iter(tag)), None)
+        # A test that passes and then fails in its teardown has two cases.
+        if failure is not None:
+            results.tests[name] = "failed"
+            results.errors[name] = (failure.get("message") or "").partition("\n")[0]
+        elif name not in results.errors:
+            results.tests[name] = "passed" if case.find("skipped") is None else "skipped"
+    return results
 
 
 def find_files(folder: Path) -> list[str]:
@@ -84,7 +85,9 @@ def run_all(folder: Path, files: list[str], runner: Runner, options: list[str]) 
             found = read_junit(report, file)
         if found is None or status not in (0, 1, 5):
             results.unfinished.append(file)
-        results.tests |= found or {}
+        if found is not None:
+            results.tests |= found.tests
+            results.errors |= found.errors
     return results
 
 
@@ -125,7 +128,8 @@ def compare(folder: Path, stock: Runner, patched: Runner, arguments: list[str]) 
         print(f"depends on state of the process, left out on four threads: {test}")
     for name, tests in lost.items():
         for test in tests:
-            print(f"FAILED {name}: {test}")
+            error = runs[name].errors.get(test, "did not finish")
+            print(f"FAILED {name}: {test}: {error}")
     print(f"unpatched, one at a time: {alone}")
     for name, results in runs.items():
         print(f"patched, {name}: {results}")
@@ -134,9 +138,10 @@ def compare(folder: Path, stock: Runner, patched: Runner, arguments: list[str]) 
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
-    """What upstream's tests find around them; nothing is written to their folder."""
+    """What upstream's tests and our plugins find around them; nothing is written there."""
     return (
         env
         | {"PYTHONDONTWRITEBYTECODE": "1", "PYTORCH_TEST_WITH_SLOW": "0"}
+        | {"PYTHONPATH": str(ROOT / "tools")}
         | {key: value for key, value in os.environ.items() if key.startswith("PYTORCH_TEST_")}
     )
