@@ -263,10 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "stock" in args.arms:
         guards = run_tests.read_stock_passes(release)
         for r in results["stock"]:
-            wanted = "passed" if r["test"] in guards else "failed"
-            left_to_chance = f"? {r['test']}" in guards
-            if r["outcome"] not in (wanted, "skipped") and not left_to_chance:
-                unexpected.append(f"stock: {r['test']}: {r['outcome']}")
+            if why := run_tests.unexpected(r["test"], r["outcome"], guards):
+                unexpected.append(f"stock: {r['test']}: {why}")
     if args.json:
         benchlib.write_json(args.json, report)
     for arm in args.arms:
