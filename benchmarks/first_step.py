@@ -342,8 +342,10 @@ def worker_main(spec_file: str) -> int:
     folder = Path(spec_file).parent
     stacks = Path(spec["stacks"]).open("w")  # noqa: SIM115
     faulthandler.enable(stacks)
-    # A run that is still alive then is about to be ended
-    faulthandler.dump_traceback_later(spec["dump_after"], file=stacks)
+    # A run that is still alive then is about to be ended. The clock is that of the machine, so
+    # the time that it took to get here counts.
+    left = spec["dump_at"] - time.monotonic()
+    faulthandler.dump_traceback_later(max(left, 0.001), file=stacks)
     import torch
     import torch._dynamo
 
@@ -434,6 +436,7 @@ class Runner:
         if config.arm == "processes":
             groups = [[device] for device in config.devices]
         cpu = "cpu" in config.devices
+        began = time.monotonic()
         spec = {
             "code": config.code,
             "compile": args.compile,
@@ -441,11 +444,10 @@ class Runner:
             "backward": not (args.forward_only or cpu),
             "workaround": config.arm == "stock-workaround",
             "dtype": "float32" if cpu else "bfloat16",
-            "dump_after": 0.95 * args.timeout,
+            "dump_at": began + 0.95 * args.timeout,
             **{key: getattr(args, key) for key in
                ("layers", "hidden", "head_dim", "batch", "lengths")},
         }  # fmt: skip
-        began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="first-step-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             python, environment = self.environment(config, folder)

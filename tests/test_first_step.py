@@ -132,8 +132,9 @@ def test_threads_on_cpu_reach_their_first_step(tmp_path: Path) -> None:
 
 
 HANGING_BACKEND = """
-import sys, threading
+import sys, threading, time
 if "--worker" in sys.orig_argv:
+    time.sleep(5)  # a start that takes its time
     import torch._dynamo
     @torch._dynamo.register_backend
     def hangs(gm, example_inputs):
