@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -186,3 +187,34 @@ def test_one_process_a_test(tmp_path: Path) -> None:
     # The stacks of a test that hangs are shown.
     assert "Timeout" in done.stderr + done.stdout and "test_b_hang" in done.stderr + done.stdout
     assert done.returncode == 1
+
+
+INTERRUPTED = """
+import os
+import sys
+
+import common
+import run_tests
+
+TEST = "import os, time; print(os.getpid(), flush=True); time.sleep(200)"
+common.main(lambda argv: run_tests.run_pytest([sys.executable, "-c", TEST], ".", os.environ, 200))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_tests_end_with_the_run(number: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tools")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Ignored where the tests run in the background of a shell, and that is inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as run:
+        test = int(run.stdout.readline())
+        run.send_signal(number)
+        assert run.wait(60) == 130
+        assert "interrupted" in run.stderr.read()
+    with pytest.raises(ProcessLookupError):
+        os.kill(test, 0)

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(function: Callable[[list[str]], int]) -> NoReturn:
     """Run a tool and turn what stops it into one line and an exit status."""
+    # What it has started or half written is ended and put away as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = function(sys.argv[1:])
         sys.stdout.flush()
