@@ -1,19 +1,29 @@
 # Owner(s): ["oncall: export"]
 
 import builtins
+import inspect
 import math
+import operator
 import os
+import pickle
 import random
 import sys
+import tempfile
 import threading
 from unittest import mock
 
 import torch
 from functorch.compile import make_boxed_func
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, guards, trace_rules
+from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import default_decompositions, export
+from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -35,6 +45,8 @@ from concurrency_utils import (
 
 
 aten = torch.ops.aten
+# An export replaces the names of these for the process
+MAX, MIN, POW = builtins.max, builtins.min, math.pow
 
 
 class Model(torch.nn.Module):
@@ -51,6 +63,32 @@ class Model(torch.nn.Module):
         if self.hook is not None:
             self.hook()
         return self.head(x)
+
+
+class BuiltinsModel(torch.nn.Module):
+    """Calls max, min and math.pow, which mean something else in an export."""
+
+    def __init__(self, hook=None):
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, x):
+        def power(y):
+            return math.pow(y, 2)
+
+        y = max(x, x + 1) + min(x, 2) + power(x)
+        if self.hook is not None:
+            self.hook()
+        n, m = x.shape
+        y = min(x, y) + max(n, m) + max([n, m, 1]) + max((1, -2), key=abs)
+        return y + min(n, 3) + max(2, 3) + power(n) + max((), default=1)
+
+
+def builtins_fn(x):
+    """What Dynamo compiles."""
+    n, m = x.shape
+    y = max(x, x + 1) + min(x, 2) + max(n, m) + min([n, m])
+    return y + max((1, -2), key=abs) + math.pow(2, 3) + math.pow(x.dim(), 2)
 
 
 def process_state():
@@ -136,6 +174,256 @@ class TestExportThreads(TestCase):
                 self.export(Model(6, fail))
         self.assertEqual(str(thread.result()), expected[0])
         self.assertEqual(process_state(), before)
+
+    def export_builtins(self, hook=None):
+        shapes = ({0: torch.export.Dim("n", min=4)},)
+        args = (torch.ones(5, 4),)
+        return str(export(BuiltinsModel(hook), args, dynamic_shapes=shapes))
+
+    def compile_builtins(self):
+        torch._dynamo.reset()
+        backend = EagerAndRecordGraphs()
+        compiled = torch.compile(
+            builtins_fn, backend=backend, fullgraph=True, dynamic=True
+        )
+        compiled(torch.ones(2, 4))
+        graphs = [gm.print_readable(print_output=False) for gm in backend.graphs]
+        return compiled, graphs
+
+    def test_builtins_belong_to_the_export(self):
+        a, b = torch.ones(1), torch.zeros(1)
+
+        def check_original():
+            self.assertIs(max(a, b), a)
+            self.assertIs(min([a, b]), b)
+            self.assertEqual(max((1, -2), key=abs), -2)
+            self.assertEqual(min((), default=3), 3)
+            with self.assertRaisesRegex(TypeError, "at least 1 argument"):
+                max()
+            self.assertIs(type(math.pow(2, 3)), float)
+
+        def check_overridden():
+            self.assertIsNot(max(a, b), a)
+            self.assertIs(type(math.pow(2, 3)), int)
+
+        def export_and_check(hold):
+            def hook():
+                check_overridden()
+                hold()
+                check_overridden()
+
+            return self.export(Model(5, hook))
+
+        with thread_held_in(export_and_check):
+            check_original()
+            # They look like what they replace
+            for fn, original in ((max, MAX), (min, MIN), (math.pow, POW)):
+                self.assertEqual(fn.__name__, original.__name__)
+                self.assertIs(inspect.unwrap(fn), original)
+                self.assertIs(pickle.loads(pickle.dumps(fn)), fn)
+            replacements = (max, min, math.pow)
+            # An export begins and ends on this thread
+            self.export(Model(6, check_overridden))
+            check_original()
+        self.assertEqual((max, min, math.pow), (MAX, MIN, POW))
+        check_original()
+        with thread_held_in(lambda hold: self.export(Model(5, hold))):
+            self.assertEqual((max, min, math.pow), replacements)
+
+    def test_nested_export(self):
+        class Error(Exception):
+            pass
+
+        def check():
+            self.assertIs(type(math.pow(2, 3)), int)
+
+        def fail():
+            check()
+            raise Error
+
+        def nested():
+            self.export(Model(6, check))
+            check()
+            with self.assertRaises(Error):
+                self.export(Model(7, fail))
+            check()
+
+        self.export_builtins(nested)
+        self.assertEqual((max, min, math.pow), (MAX, MIN, POW))
+
+    def test_builtins_in_branches_of_cond(self):
+        # Dynamo captures the branches, inside of the export
+        class Cond(torch.nn.Module):
+            def __init__(self, hook):
+                super().__init__()
+                self.hook = hook
+
+            def forward(self, x):
+                def true_fn(x):
+                    n, m = x.shape
+                    y = max(x, x + 1) + math.pow(n, 2)
+                    return y + 10 * max(n, m) + 100 * min(n, m)
+
+                self.hook()
+                return torch.cond(x.sum() > 0, true_fn, lambda x: x.clone(), (x,))
+
+        def export_cond(hook):
+            shapes = ({0: torch.export.Dim("n", min=4)},)
+            return export(Cond(hook), (torch.ones(5, 7),), dynamic_shapes=shapes)
+
+        def check(program):
+            for n in (5, 8):
+                out = program.module()(torch.ones(n, 7))
+                value = 2 + n**2 + 10 * max(n, 7) + 100 * min(n, 7)
+                self.assertEqual(out, torch.full((n, 7), float(value)))
+            return [module.code for module in program.graph_module.modules()]
+
+        expected = check(export_cond(lambda: None))
+        with thread_held_in(export_cond) as thread:
+            self.assertEqual(check(export_cond(lambda: None)), expected)
+            self.compile_builtins()
+        self.assertEqual(check(thread.result()), expected)
+
+    def test_compile_during_export(self):
+        x = torch.ones(2, 4)
+        compiled_before, expected = self.compile_builtins()
+        want = compiled_before(x)
+        with thread_held_in(self.export_builtins):
+            with torch.compiler.set_stance("fail_on_recompile"):
+                self.assertEqual(compiled_before(x), want)
+            compiled, graphs = self.compile_builtins()
+            self.assertEqual(graphs, expected)
+            self.assertEqual(compiled(x), want)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            self.assertEqual(compiled(x), want)
+        self.assertEqual(self.compile_builtins()[1], expected)
+
+    def test_tables_built_during_export(self):
+        # Dynamo builds them when it first needs them, and keeps them
+        def tables():
+            with mock.patch.object(guards, "_CLOSURE_VARS", None):
+                isnan = guards._get_closure_vars()["__math_isnan"]
+            return (
+                trace_rules._builtin_function_ids.lazy_initializer(),
+                trace_rules.get_torch_obj_rule_map.__wrapped__(),
+                BuiltinVariable._constant_fold_functions.__wrapped__(),
+                TorchInGraphFunctionVariable._get_handlers.__wrapped__().keys(),
+                isnan,
+            )
+
+        expected = tables()
+        with (
+            thread_held_in(lambda hold: self.export(Model(5, hold))),
+            thread_held_in(lambda hold: torch.fx.symbolic_trace(Model(5, hold))),
+        ):
+            for table, expected_table in zip(tables(), expected):
+                self.assertTrue(table == expected_table)
+
+    def test_functions_looked_up_during_export(self):
+        # Code that compares functions with what their names stand for
+        def module(fn):
+            graph = torch.fx.Graph()
+            graph.output(graph.call_function(fn, (graph.placeholder("x"), 2)))
+            return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+        def fn(x: float):
+            return math.pow(x, 2.0)
+
+        expected = module(MAX).code, module(POW).code
+        options = Options(ops_filter=None)
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+        with thread_held_in(lambda hold: self.export(Model(5, hold))):
+            self.assertEqual((module(MAX).code, module(POW).code), expected)
+            self.assertEqual(torch.jit.script(fn)(3.0), 9.0)
+            # fx.wrap of a builtin function
+            namespace = {"wrap": torch.fx.wrap}
+            exec("wrap('max')\ndef fn(x): return max(x, 2)", namespace)
+            loaded = [torch.fx.symbolic_trace(namespace["fn"])]
+            del torch.fx._symbolic_trace._wrapped_fns_to_patch[id(namespace), "max"]
+            loaded += [pickle.loads(pickle.dumps(module(POW)))]
+            for function in (MAX, POW):
+                data = GraphPickler.dumps(module(function), options)
+                loaded.append(GraphPickler.loads(data, fake_mode))
+        nodes = [node for gm in loaded for node in gm.graph.nodes]
+        targets = [node.target for node in nodes if node.op == "call_function"]
+        self.assertEqual(targets, [MAX, POW, MAX, POW])
+
+    def test_saved_guards_during_export(self):
+        def fn(x):
+            return x + max(x.shape[0], 3)
+
+        def keep(entries):
+            return [entry.guard_type == "BUILTIN_MATCH" for entry in entries]
+
+        x = torch.ones(2)
+        compiled = torch.compile(
+            fn,
+            fullgraph=True,
+            backend=lambda gm, inputs: GraphModuleSerializableCallable(gm),
+            options={"guard_filter_fn": keep},
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "compiled")
+            compiled.aot_compile(((x,), {})).save_compiled_function(path)
+            with open(path, "rb") as file:
+                compiled = torch.compiler.load_compiled_function(
+                    file, f_globals=fn.__globals__
+                )
+        with thread_held_in(lambda hold: self.export(Model(5, hold))):
+            self.assertEqual(compiled(x), fn(x))
+        self.assertEqual(compiled(x), fn(x))
+
+    @parametrize("begins", ("export", "trace"))
+    @parametrize("ends", ("export", "trace"))
+    def test_symbolic_trace_overlaps(self, begins, ends):
+        # Both replace math.pow
+        def trace(hold=lambda: None):
+            def fn(x):
+                y = math.pow(x, 2)
+                hold()
+                return math.pow(y, max(2, 3)) + math.sqrt(x)
+
+            return str(torch.fx.symbolic_trace(fn).graph)
+
+        run = {"export": self.export_builtins, "trace": trace}
+        expected = {name: fn() for name, fn in run.items()}
+        threads = {name: HeldThread(fn) for name, fn in run.items()}
+        other = {"export": "trace", "trace": "export"}
+        for name in (begins, other[begins]):
+            self.addCleanup(threads[name].release)
+            threads[name].start_and_wait()
+        self.assertEqual(math.pow(2, 3), 8.0)
+        self.assertIs(type(math.pow(2, 3)), float)
+        threads[ends].release()
+        self.assertEqual(threads[ends].result(), expected[ends])
+        # What the other one needs is still there
+        self.assertEqual(run[ends](), expected[ends])
+        self.assertIs(type(math.pow(2, 3)), float)
+        threads[other[ends]].release()
+        self.assertEqual(threads[other[ends]].result(), expected[other[ends]])
+        self.assertEqual((max, min, math.pow), (MAX, MIN, POW))
+
+    def test_symbolic_trace_and_export_in_each_other(self):
+        def fn(x):
+            return math.sqrt(x) + math.pow(x, 2)
+
+        def traced(x):
+            y = math.pow(x, 2)
+            self.assertEqual(self.export_builtins(), expected)
+            return math.pow(y, 2)
+
+        def trace_in_export():
+            graph = torch.fx.symbolic_trace(fn).graph
+            targets = [n.target for n in graph.nodes if n.op == "call_function"]
+            self.assertEqual(targets, [math.sqrt, operator.pow, operator.add])
+            self.assertIs(type(math.pow(2, 3)), int)
+
+        expected = self.export_builtins()
+        self.assertEqual(self.export_builtins(trace_in_export), expected)
+        graph = torch.fx.symbolic_trace(traced).graph
+        targets = [n.target for n in graph.nodes if n.op == "call_function"]
+        self.assertEqual(targets, [POW, POW])
+        self.assertEqual((max, min, math.pow), (MAX, MIN, POW))
 
     def test_strict_exports_take_turns(self):
         # Dynamo's state belongs to the process, compile_lock protects it
