@@ -131,10 +131,12 @@ def f2() -> Finding:
         return variable.get()
 
     def cost(function: Callable[[], bool]) -> float:
-        return min(timeit.repeat(function, number=2000, repeat=15)) / 2000
+        return timeit.timeit(function, number=1000, timer=time.thread_time) / 1000
 
     reads = torch.fx._symbolic_trace.is_fx_tracing
-    mine, theirs = cost(by_context), cost(reads)
+    # In turns, so that a moment in which the machine is busy does not fall on one of them alone
+    turns = [(cost(by_context), cost(reads)) for _ in range(60)]
+    mine, theirs = (min(costs) for costs in zip(*turns, strict=True))
     if theirs > 4 * mine:
         return affected(f"reading the flag takes {theirs * 1e9:.0f} ns, not {mine * 1e9:.0f}")
     return OK
