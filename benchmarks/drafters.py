@@ -54,6 +54,8 @@ KERNEL_SHARE = 0.01  # of the step's time on the device: kernels below it are no
 UNFUSED = {"aten::softmax", "aten::_softmax", "aten::_safe_softmax", "aten::bmm", "aten::baddbmm"}
 # The lowest share of its process's throughput that a thread may have, by preset.
 THREAD_TO_PROCESS = {"qwen3-4b": 0.99, "qwen2.5-0.5b": 0.90}
+# Of drafters that have one device, all together.
+ONE_DEVICE_TO_PROCESSES = 0.99
 
 
 @dataclass(frozen=True)
@@ -393,20 +395,20 @@ def summarize(report: dict[str, Any]) -> None:
             )
         arms[name] = arm
     report["arms"] = arms
-    report["checks"] = checks(arms, report["preset"])
+    report["checks"] = checks(arms, report["preset"], report["caches"])
 
 
-def checks(arms: dict[str, Any], preset: str) -> list[dict[str, Any]]:
+def checks(arms: dict[str, Any], preset: str, caches: str) -> list[dict[str, Any]]:
     """The thresholds of threads against processes: name, value, limit, holds."""
     found = []
     threads, ideal = arms.get("patched-threads"), arms.get("processes")
     if threads and ideal and threads["ktok_s"] and ideal["ktok_s"]:
-        limit = THREAD_TO_PROCESS.get(preset, 0.90)
         shared = len({d["device"] for d in ideal["drafters"]}) < len(ideal["drafters"])
         if shared:  # how drafters on one GPU divide it between them is the scheduler's affair
             found.append(at_least("threads / processes, in all", threads["ktok_s"] /
-                                  ideal["ktok_s"], limit))  # fmt: skip
+                                  ideal["ktok_s"], ONE_DEVICE_TO_PROCESSES))  # fmt: skip
         else:
+            limit = THREAD_TO_PROCESS.get(preset, 0.90)
             found += [
                 at_least(f"thread / process, drafter {i}", t["ktok_s"] / p["ktok_s"], limit)
                 for i, (t, p) in enumerate(zip(threads["drafters"], ideal["drafters"], strict=True))
@@ -414,7 +416,8 @@ def checks(arms: dict[str, Any], preset: str) -> list[dict[str, Any]]:
             ratio = threads["first_step_s"] / ideal["first_step_s"]
             found.append(at_most("first step, threads / processes", ratio, 1.15))
     alone = arms.get("reference")
-    if threads and alone and threads["first_step_s"] and alone["first_step_s"]:
+    cold = caches == "fresh"  # else the reference, which comes first, has filled them
+    if cold and threads and alone and threads["first_step_s"] and alone["first_step_s"]:
         devices = {d["device"] for d in threads["drafters"]}
         if len(devices) == 1:
             ratio = threads["first_step_s"] / alone["first_step_s"]

@@ -21,7 +21,8 @@ model, up to the end of the first forward and backward of the last of them. --ca
 compiled is kept, on: every run of an arm finds what an earlier run, not counted, left. --code
 shared: all threads call the same code, which is compiled once if they share it; own: each has a
 code object of its own. Outcomes: ok, wrong (results differ), raised, crashed (the process died),
-hung (--timeout passed; the stacks of all threads are in --json).
+hung (--timeout passed; the stacks of all threads are in --json). What a process spent in the phases
+of its compilations, as dynamo_timed has it, is in --json too, and of some below the table.
 
 Exit code: 0 all runs done, whatever their outcome, 2 bad usage, 4 stopped by --budget.
 """
@@ -60,6 +61,12 @@ WORST_FIRST = ("hung", "crashed", "raised", "wrong", "ok")
 # Largest norm of the difference to the reference over the reference's; a wrong mask gives about 1.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 5e-2}
 STACKS_KEPT = 30_000  # characters
+PHASES = {  # some of dynamo_timed's, which lie in one another
+    "_compile.compile_inner": "compiling frames",
+    "compile_fx.<locals>.bw_compiler": "backwards",
+    "async_compile.precompile": "in both, Triton in this process",
+    "async_compile.wait": "waiting for workers",
+}
 # Limits on the time to the first step, as ratios.
 ONE_DEVICE_LIMIT = 1.3  # three threads with the same code to one alone, caches off
 TWO_DEVICES_LIMIT = 1.15  # two threads on two devices to two processes
@@ -375,7 +382,11 @@ def worker_main(spec_file: str) -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    report({"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]})
+    spent = {k: sum(v) for k, v in torch._dynamo.utils.compilation_time_metrics.items()}
+    report({
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "compiling_s": {k: round(v, 2) for k, v in spent.items() if v >= 0.05},
+    })  # fmt: skip
     return 0
 
 
@@ -512,6 +523,7 @@ class Runner:
         """What happened in a run: outcome, times, errors and, of a hang, stacks."""
         workers: list[dict[str, Any]] = []
         graphs, stacks, errors = 0, "", []
+        compiling: list[dict[str, float]] = []  # of each process, by phase as Dynamo names them
         for i, child in enumerate(children):
             lines = []
             if (folder / f"results-{i}").exists():
@@ -519,6 +531,7 @@ class Runner:
                     json.loads(line) for line in (folder / f"results-{i}").read_text().splitlines()
                 ]
             graphs += sum(line["graphs"] for line in lines if "graphs" in line)
+            compiling += [line["compiling_s"] for line in lines if "compiling_s" in line]
             mine = [line for line in lines if "worker" in line]
             if len(children) > 1:
                 mine = [line | {"worker": i} for line in mine]
@@ -540,6 +553,7 @@ class Runner:
             "outcome": next(o for o in WORST_FIRST if o in outcomes or o == "ok"),
             "workers": workers,
             "graphs": graphs,
+            "compiling_s": compiling,
         }
         if errors:
             found["error"] = errors[0][1]
@@ -601,6 +615,7 @@ def summarize(runs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[di
             "first_step_s_all": [r["first_step_s"] for r in good],
             "all_steps_s": statistics.median(r["all_steps_s"] for r in good) if good else None,
             "graphs": max((r["graphs"] for r in good), default=None),
+            "compiling_s": phases(good),
             "to_one_alone": mine / alone if mine and alone else None,
             "to_processes": mine / apart if mine and apart else None,
         }
@@ -618,6 +633,12 @@ def summarize(runs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[di
              "holds": set(outcomes) == {"ok"}}
         )  # fmt: skip
     return rows, checks
+
+
+def phases(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of what a process spent in PHASES, the times of its threads added up."""
+    found = [process for run in runs for process in run["compiling_s"]]
+    return {k: statistics.median(p.get(k, 0.0) for p in found) for k in PHASES if found}
 
 
 def check(name: str, value: float | None, limit: float) -> dict[str, Any]:
@@ -644,6 +665,10 @@ def show(report: dict[str, Any]) -> None:
     header = ("devices", "arm", "code", "caches", "outcome", "first step, s", "from-to",
               "to one alone", "to processes", "all steps, s", "graphs")  # fmt: skip
     print(benchlib.table(header, rows))
+    for row in report["summary"]:
+        if spent := row["compiling_s"]:
+            parts = ", ".join(f"{what} {text(spent[name])} s" for name, what in PHASES.items())
+            print(f"{short_devices(row['devices'])} {row['arm']}, each process: {parts}")
     for row in report["summary"]:
         if row["error"]:
             print(f"{short_devices(row['devices'])} {row['arm']}: {row['error'][:160]}")

@@ -56,6 +56,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--arms", default="patched,stock", help="default patched,stock")
     parser.add_argument("--select", default="", metavar="REGEX", help="of test files' names")
+    parser.add_argument("--tests", default="", metavar="REGEX", help="of names of stock's tests")
     parser.add_argument(
         "--jobs", type=benchlib.positive_int, default=max(1, (os.cpu_count() or 1) // 2),
         help="processes at a time (default: half the cores)",
@@ -248,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if "stock" in args.arms:
                     found = itertools.chain(*pool.map(tests.collect, files))
                     wanted = [test for test in found if not (has_gpu and "CPU::" in test)]
+                    wanted = [test for test in wanted if re.search(args.tests, test)]
                     wanted.sort(key=lambda test: "CUDA::" not in test)  # first what is only here
                     jobs += [
                         pool.submit(one, "stock", test, args.test_timeout + 60) for test in wanted

@@ -155,7 +155,8 @@ def drafters_table(results: Sequence[Result]) -> str:
             + ("holds\n" if c["holds"] else "missed\n")
             for c in r["checks"]
         )
-        about = f"Preset `{r['preset']}`, drafters on {r['devices']}, {r['steps']} steps. "
+        about = f"Preset `{r['preset']}`, drafters on {r['devices']}, {r['steps']} steps"
+        about += f", `{options}`. " if (options := r.get("train_options")) else ". "
         tables.append(markdown(header, rows) + "\n" + checks + "\n" * bool(checks) + about
                       + caption(r))  # fmt: skip
     return "\n".join(tables)
@@ -173,7 +174,9 @@ def kernels_table(results: Sequence[Result]) -> str:
                 if k := d["kernels"]:
                     slower = ", ".join(f"{n} {v:.2f} times" for n, v in k["slower"].items())
                     rows.append([
-                        f"{r['preset']}, {name}, drafter {i}", f"{k['forward_us']:.0f}",
+                        ", ".join(filter(None, [
+                            r["preset"], name, f"drafter {i}", r.get("train_options")
+                        ])), f"{k['forward_us']:.0f}",
                         f"{k['backward_us']:.0f}", f"{k['all_us']:.0f}",
                         ", ".join(k["unfused"]) or "none", slower or "none",
                         "yes" if k["full_speed"] else "no",
@@ -366,8 +369,9 @@ def plot_stress(results: Sequence[Result], path: Path) -> list[Path]:
             at, share = x + (0.2 if patched else -0.2), 100 * wrong / max(1, done)
             axes.bar(at, share, 0.36, color=colour, label=label)
             label = "_"
-            died = any(r["outcome"] in ("died", "hung") for r in mine)
-            text = f"{wrong:,} of\n{done:,}" + "\ncrashed" * died
+            ends = {"died": "crashed", "hung": "hung"}
+            ended = [ends[r["outcome"]] for r in mine if r["outcome"] in ends]
+            text = "\n".join([f"{wrong:,} of", f"{done:,}", *dict.fromkeys(ended)])
             axes.annotate(text, (at, share), xytext=(0, 3), textcoords="offset points",
                           ha="center", fontsize=9)  # fmt: skip
     axes.set_xticks(range(len(releases)), [f"torch {r}" for r in releases])
@@ -388,7 +392,7 @@ def plots(results: dict[str, Result], folder: Path) -> list[Path]:
     """Write every plot that the results allow."""
     written = []
     for name, r in results.items():
-        if r["benchmark"] == "drafters":
+        if r["benchmark"] == "drafters" and set(r["arms"]) != {"reference"}:
             written += plot_drafters(r, folder / name)
     for kind, plot in (("overhead", plot_overhead), ("stress", plot_stress)):
         found = [r for r in results.values() if r["benchmark"] == kind]

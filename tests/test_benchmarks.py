@@ -301,7 +301,7 @@ def test_threads_are_held_against_processes() -> None:
         "patched-threads": arm(72.9, 70.0, first=12.0),
         "processes": arm(72.7, 74.8, first=11.0),
     }
-    made = {c["name"]: c["holds"] for c in drafters.checks(arms, "qwen3-4b")}
+    made = {c["name"]: c["holds"] for c in drafters.checks(arms, "qwen3-4b", "fresh")}
     assert made == {
         "thread / process, drafter 0": True,
         "thread / process, drafter 1": False,
@@ -312,8 +312,11 @@ def test_threads_are_held_against_processes() -> None:
         "processes": arm(26.0, 24.0, first=9.0, devices="00"),
         "reference": arm(50.0, first=8.0, devices="0"),
     }
-    made = {c["name"]: c["holds"] for c in drafters.checks(arms, "qwen3-4b")}
+    made = {c["name"]: c["holds"] for c in drafters.checks(arms, "qwen2.5-0.5b", "fresh")}
     assert made == {"threads / processes, in all": True, "first step, threads / one alone": True}
+    arms["processes"]["ktok_s"] = 51.0  # other than a thread's share of its process, 0.98 misses
+    made = {c["name"]: c["holds"] for c in drafters.checks(arms, "qwen2.5-0.5b", "shared")}
+    assert made == {"threads / processes, in all": False}
 
 
 def test_drafters_refuses_a_wrong_torch() -> None:

@@ -88,7 +88,8 @@ def a_run(arm: str, devices: list[str], first: float | None, **more: Any) -> dic
     found = {"devices": devices, "arm": arm, "code": "own", "caches": "off", "repetition": 0,
              "outcome": "ok" if first else "hung", "graphs": 1, "seconds": 1.0, **more}  # fmt: skip
     if first:
-        return found | {"first_step_s": first, "all_steps_s": 2 * first}
+        spent = {"_compile.compile_inner": first / 2, "async_compile.wait": first / 4, "gc": 0.1}
+        return {"first_step_s": first, "all_steps_s": 2 * first, "compiling_s": [spent], **found}
     return found | {"error": "1 of 3 workers did not end"}
 
 
@@ -104,6 +105,8 @@ def test_summary_takes_medians_ratios_and_limits() -> None:
     assert shared["first_step_s"] == 12.0 and shared["outcomes"] == {"ok": 3}
     assert shared["to_one_alone"] == pytest.approx(1.2) and shared["to_processes"] is None
     assert by_arm["patched-threads", 2]["to_processes"] == pytest.approx(1.2)
+    spent = shared["compiling_s"]
+    assert spent["_compile.compile_inner"] == 6.0 and spent["async_compile.precompile"] == 0
     held = {c["name"]: c["holds"] for c in checks}
     assert held["cuda:0 x3, shared code, caches off: to one alone"]
     assert not held["cuda:0, cuda:1, own code, caches off: to processes"]
@@ -128,6 +131,7 @@ def test_threads_on_cpu_reach_their_first_step(tmp_path: Path) -> None:
     assert all(w["first_step_s"] > 0 and w["error_rel"] < 1e-3 for w in one["workers"])
     assert one["first_step_s"] == max(w["first_step_s"] for w in one["workers"])
     assert one["graphs"] == 2  # each thread has code of its own
+    assert one["compiling_s"][0]["_compile.compile_inner"] > 0
     assert report["torch"] and "cpu x2" in done.stdout
 
 
