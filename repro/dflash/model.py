@@ -349,9 +349,7 @@ class Drafter(nn.Module):
                 if compile_mode == "block":
                     layer.compile(backend=backend)
 
-    def forward(
-        self, noise: Tensor, features: Tensor, anchors: Tensor, valid: Tensor
-    ) -> Tensor:
+    def forward(self, noise: Tensor, features: Tensor, anchors: Tensor, valid: Tensor) -> Tensor:
         """One parallel pass over all blocks.
 
         Args:

@@ -166,69 +166,95 @@ def parser() -> Parser:
     )
     a.add_argument("--preset", choices=list(PRESETS), default="tiny")
     a.add_argument(
-        "--drafters", type=parse_devices, default="cpu,cpu,cpu", metavar="DEVICES",
+        "--drafters",
+        type=parse_devices,
+        default="cpu,cpu,cpu",
+        metavar="DEVICES",
         help="one drafter for each: cpu,cpu,cpu or cuda:5-7 or cuda:0,cuda:0 (default %(default)s)",
     )
     a.add_argument(
-        "--targets", type=parse_devices, metavar="DEVICES",
+        "--targets",
+        type=parse_devices,
+        metavar="DEVICES",
         help="one target worker for each (default: one beside each drafter)",
     )
-    a.add_argument(
-        "--workers", choices=("threads", "processes", "sequential"), default="threads"
-    )
+    a.add_argument("--workers", choices=("threads", "processes", "sequential"), default="threads")
     a.add_argument("--steps", type=positive, default=400)
     a.add_argument("--seed", type=count, default=0)
     a.add_argument("--lr", type=above_zero, help="peak learning rate (default: the preset's)")
     a.add_argument(
-        "--target", default="random", metavar="random|hf:PATH",
+        "--target",
+        default="random",
+        metavar="random|hf:PATH",
         help="hf:PATH is a local checkpoint that transformers can load (default %(default)s)",
     )
     a.add_argument(
-        "--target-depth", type=number(int, 8, "a whole number, 8 or more"), metavar="LAYERS",
+        "--target-depth",
+        type=number(int, 8, "a whole number, 8 or more"),
+        metavar="LAYERS",
         help="layers of the random target (default: the preset's)",
     )
     a.add_argument(
-        "--features", choices=("fx", "eager"),
+        "--features",
+        choices=("fx", "eager"),
         help="run the target as a graph that torch.fx traced, one for each context length, or as a "
         "plain module (default: fx; eager with --target hf:)",
     )
     a.add_argument("--text", nargs="+", metavar="FILE", help="default: Python's own sources")
     a.add_argument(
-        "--vary-length", action=argparse.BooleanOptionalAction, default=True,
+        "--vary-length",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="context lengths vary from batch to batch (default on)",
     )
     a.add_argument(
-        "--compile", choices=COMPILE_MODES, default="attention",
+        "--compile",
+        choices=COMPILE_MODES,
+        default="attention",
         help="what torch.compile gets: flex_attention, whole drafter layers, or nothing",
     )
     a.add_argument(
-        "--backend", metavar="NAME",
+        "--backend",
+        metavar="NAME",
         help="backend of torch.compile (default: inductor on CUDA, aot_eager on CPU)",
     )
     a.add_argument(
-        "--workaround", action="store_true",
+        "--workaround",
+        action="store_true",
         help="set torch._dynamo.config.force_compile_during_fx_trace",
     )
     a.add_argument(
-        "--recompile-limit", type=positive, metavar="N",
+        "--recompile-limit",
+        type=positive,
+        metavar="N",
         help="torch._dynamo.config.recompile_limit (default: Dynamo's own for each drafter of a "
         "process; they share the code of flex_attention, and so its limit)",
     )
     a.add_argument(
-        "--warmup", choices=("none", "sequential"), default="none",
+        "--warmup",
+        choices=("none", "sequential"),
+        default="none",
         help="sequential: workers compile and trace one after the other before training starts",
     )
     a.add_argument("--queue", type=positive, default=2, help="batches that may wait for a drafter")
     a.add_argument(
-        "--replay", type=count, default=0, metavar="K",
+        "--replay",
+        type=count,
+        default=0,
+        metavar="K",
         help="go round the first K batches, to time drafters without the target (default 0: off)",
     )
     a.add_argument(
-        "--threads", type=count, metavar="N",
+        "--threads",
+        type=count,
+        metavar="N",
         help="torch.set_num_threads (default: 1 with a drafter on CPU, else torch's own; 0: that)",
     )
     a.add_argument(
-        "--eval-every", type=count, default=0, metavar="STEPS",
+        "--eval-every",
+        type=count,
+        default=0,
+        metavar="STEPS",
         help="held-out loss every so often (default 0: after the last step only)",
     )
     a.add_argument("--eval-batches", type=count, help="default 32 for tiny, else 2; 0: no held-out")
@@ -237,12 +263,17 @@ def parser() -> Parser:
     a.add_argument("--profile", metavar="FILE", help="kernels of a steady step, see above")
     a.add_argument("--checkpoint", metavar="DIR", help="drafter-N.pt goes there")
     a.add_argument(
-        "--checkpoint-every", type=count, default=0, metavar="STEPS",
+        "--checkpoint-every",
+        type=count,
+        default=0,
+        metavar="STEPS",
         help="default 0: after the last step and on Ctrl-C only",
     )
     a.add_argument("--resume", action="store_true", help="go on from --checkpoint DIR")
     a.add_argument(
-        "--hang-timeout", type=above_zero, metavar="S",
+        "--hang-timeout",
+        type=above_zero,
+        metavar="S",
         help="when a drafter gets no further for S seconds: print all stacks and exit 3",
     )
     return a  # fmt: skip
@@ -417,9 +448,7 @@ class ThreadRun(Run):
         ]
         work: dict[str, Callable[[], None]] = {}
         for t, worker in enumerate(targets):
-            work[worker.name] = lambda t=t, worker=worker: serve(
-                worker, t, plans, outlets[t], link
-            )
+            work[worker.name] = lambda t=t, worker=worker: serve(worker, t, plans, outlets[t], link)
         for i, drafter in enumerate(drafters):
             feed = QueueFeed(i, [outlets[t] for t in served[i]])
             work[drafter.name] = lambda drafter=drafter, feed=feed, i=i: drafter.run(
@@ -607,8 +636,10 @@ class Supervisor:
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
         try:
-            run = ThreadRun(self.o, self.p, self.corpus) if self.o.workers != "processes" else (
-                ProcessRun(self.o)
+            run = (
+                ThreadRun(self.o, self.p, self.corpus)
+                if self.o.workers != "processes"
+                else (ProcessRun(self.o))
             )
         except Exception as e:
             return self.fail(
@@ -699,9 +730,7 @@ class Supervisor:
         print(f"{event['worker']} failed:\n{text}", file=sys.stderr, flush=True)
         if known:
             print(KNOWN_BUG_LINE, file=sys.stderr, flush=True)
-        self.end(
-            "failed", FAILED, worker=event["worker"], error=event["error"], known_bug=known
-        )
+        self.end("failed", FAILED, worker=event["worker"], error=event["error"], known_bug=known)
         return FAILED
 
     def is_hung(self, run: Run) -> bool:

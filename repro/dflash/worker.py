@@ -227,9 +227,7 @@ class TargetWorker:
     def warm(self) -> None:
         """Runs every context length once."""
         for length in context_lengths(self.p, self.options.vary_length):
-            self.features(
-                torch.ones(self.p.batch, length, dtype=torch.long, device=self.device)
-            )
+            self.features(torch.ones(self.p.batch, length, dtype=torch.long, device=self.device))
 
 
 RECOMPILE_LIMIT = 8  # Dynamo's default in all releases
@@ -630,9 +628,7 @@ class DrafterWorker:
         }
 
     def report(self, link: Link, event: str, **fields: Any) -> None:
-        link.report(
-            {"event": event, "drafter": self.drafter, "device": str(self.device), **fields}
-        )
+        link.report({"event": event, "drafter": self.drafter, "device": str(self.device), **fields})
 
 
 # ---------------------------------------------------------------------------------------------
