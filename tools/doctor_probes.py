@@ -459,7 +459,12 @@ def f17() -> Finding:
     error = start(lambda: cudagraph_trees.get_obj(local, "tree_manager_containers")).exception()
     if error is not None:
         return affected("a new thread has no CUDA graph trees")
-    return not_here("the rest is not probed")
+    generation = cudagraph_trees.CUDAGraphTreeManager.get_curr_generation
+    before = generation()
+    start(torch.compiler.cudagraph_mark_step_begin).result()
+    if generation() != before:
+        return affected("a step that another thread marks ends this thread's")
+    return OK
 
 
 PROBES = {

@@ -1,0 +1,162 @@
+# Owner(s): ["module: cuda graphs"]
+
+import os
+import sys
+import threading
+import unittest
+
+import torch
+import torch._dynamo
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
+
+
+# Make the helper files in test/ importable
+pytorch_test_dir = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+sys.path.append(pytorch_test_dir)
+from concurrency_utils import run_on_thread
+
+
+class Call(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, fn):
+        ctx.fn = fn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.fn()
+        return grad, None
+
+
+def call_on_engine_thread(fn, depth=62):
+    """Call fn() in a backward inside of 61 others, on a thread of the engine's pool."""
+
+    def nested():
+        if depth == 1:
+            fn()
+        else:
+            call_on_engine_thread(fn, depth - 1)
+
+    with torch.enable_grad():
+        out = Call.apply(torch.ones((), requires_grad=True), nested)
+    out.backward()
+
+
+def generation():
+    return cudagraph_trees.CUDAGraphTreeManager.get_curr_generation()
+
+
+class TestGenerations(TestCase):
+    """A thread's managers end an iteration when that thread begins a new one."""
+
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(cudagraph_trees.reset_cudagraph_trees)
+
+    def test_steps_of_another_thread(self):
+        def step():
+            torch.compiler.cudagraph_mark_step_begin()
+            return generation()
+
+        self.assertNotEqual(run_on_thread(step), generation())
+        self.assertFalse(cudagraph_trees.CUDAGraphTreeManager.user_invoked_mark_step())
+        before = step()
+        run_on_thread(step)
+        self.assertEqual(generation(), before)
+        self.assertNotEqual(step(), before)
+
+    def test_pending_backward(self):
+        # All of a manager that decides whether outputs may be freed
+        manager = object.__new__(cudagraph_trees.CUDAGraphTreeManager)
+        manager.running_forwards_with_pending_backwards = True
+        manager.update_generation()
+        run_on_thread(torch.compiler.cudagraph_mark_step_begin)
+        self.assertFalse(manager.can_start_new_generation())
+        torch.compiler.cudagraph_mark_step_begin()
+        self.assertTrue(manager.can_start_new_generation())
+
+    def test_reset_on_another_thread(self):
+        torch.compiler.cudagraph_mark_step_begin()
+        before = generation()
+
+        def reset():
+            cudagraph_trees.get_container(0)
+            cudagraph_trees.reset_cudagraph_trees()
+
+        run_on_thread(reset)
+        self.assertEqual(generation(), before)
+
+    def test_calls_of_another_thread(self):
+        fn = torch.compile(lambda x: x + 1, backend="eager")
+        x = torch.ones(2)
+        fn(x)
+        before = generation()
+        run_on_thread(lambda: fn(x))
+        run_on_thread(lambda: torch._dynamo.run(fn)(x))
+        self.assertEqual(generation(), before)
+        fn(x)
+        self.assertNotEqual(generation(), before)
+
+    def test_backward_belongs_to_the_iteration(self):
+        def look():
+            found.append((threading.get_ident(), generation()))
+
+        for mark in (False, True):
+            if mark:
+                torch.compiler.cudagraph_mark_step_begin()
+            found = []
+            look()
+            call_on_engine_thread(look)
+            (here, before), (there, inside) = found
+            self.assertNotEqual(here, there)
+            self.assertEqual(before, inside)
+
+    def test_module_made_on_another_thread(self):
+        # On each thread in its first call
+        def make():
+            fn = torch.compile(lambda x: x + 1, backend="eager")
+            fn(torch.ones(2))
+            module = torch.nn.Linear(2, 2)
+            self.assertTrue(GenerationTracker.check(module))
+            return module
+
+        def check():
+            make()
+            return GenerationTracker.check(module)
+
+        module = run_on_thread(make)
+        self.assertFalse(run_on_thread(check))
+
+    @unittest.skipIf(not HAS_CUDA_AND_TRITON, "needs a GPU")
+    def test_call_between_two_graphs(self):
+        other = torch.compile(lambda x: x + 1, backend="eager")
+
+        def fn(x):
+            y = x.sin()
+            torch._dynamo.graph_break()
+            run_on_thread(lambda: other(torch.ones(2)))
+            return y + 1
+
+        x = torch.randn(3, device="cuda")
+        compiled = torch.compile(fn, mode="reduce-overhead")
+        for _ in range(4):
+            self.assertEqual(compiled(x), fn(x))
+
+    @unittest.skipIf(not HAS_CUDA_AND_TRITON, "needs a GPU")
+    def test_step_before_the_backward(self):
+        fn = torch.compile(lambda x: x.sin().exp(), mode="reduce-overhead")
+        for _ in range(4):
+            x = torch.randn(3, device="cuda", requires_grad=True)
+            out = fn(x).sum()
+            run_on_thread(torch.compiler.cudagraph_mark_step_begin)
+            out.backward()
+            self.assertEqual(x.grad, x.cos() * x.sin().exp())
+
+
+if __name__ == "__main__":
+    run_tests()
