@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ import drafters
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import pytest_report  # noqa: E402
 import run_tests  # noqa: E402
 import series  # noqa: E402
 
@@ -142,7 +142,7 @@ class Tests:
                     kill(process)
                     self.running.discard(process)
             took = round(time.monotonic() - began, 1)
-            found = read_junit(junit, what)
+            found = results_of(junit, what)
         if found:
             return found
         text = log.read_text(errors="replace")
@@ -164,25 +164,18 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def read_junit(path: Path, what: str) -> list[dict[str, Any]]:
-    """The results of one run of pytest; none where it left none."""
-    try:
-        cases = list(xml.etree.ElementTree.parse(path).iter("testcase"))
-    except (OSError, xml.etree.ElementTree.ParseError):
-        return []
+def results_of(path: Path, what: str) -> list[dict[str, Any]]:
+    """The results of one run of pytest, of a file or a test; none where it left none."""
     file = what.partition("::")[0]
-    results = []
-    for case in cases:
-        outcome, detail = "passed", ""
-        for tag, name in (("skipped", "skipped"), ("failure", "failed"), ("error", "failed")):
-            if (element := case.find(tag)) is not None:
-                outcome = name
-                message = (element.get("message") or "").strip() or "failed"
-                detail = message.splitlines()[0][:200]
-        test = f"{file}::{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
-        seconds = round(float(case.get("time") or 0), 1)
-        results.append({"test": test, "outcome": outcome, "detail": detail, "seconds": seconds})
-    return results
+    return [
+        {
+            "test": f"{file}::{r.name}",
+            "outcome": r.outcome,
+            "detail": r.message[:200] or ("failed" if r.outcome == "failed" else ""),
+            "seconds": round(r.seconds, 1),
+        }
+        for r in pytest_report.read(path) or ()
+    ]
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -185,12 +185,14 @@ def test_junit_results_are_read(tmp_path: Path) -> None:
         '<testsuites><testsuite><testcase classname="fx.test_a.TestA" name="test_1" time="1.25"/>'
         '<testcase classname="fx.test_a.TestA" name="test_2"><failure message="Boom: x&#10;y"/>'
         '</testcase><testcase classname="fx.test_a.TestA" name="test_3"><skipped/></testcase>'
+        '<testcase classname="fx.test_a.TestA" name="test_4"/>'
+        '<testcase classname="fx.test_a.TestA" name="test_4"><error message="late"/></testcase>'
         "</testsuite></testsuites>"
     )
-    found = gpu_tests.read_junit(path, "fx/test_a.py::TestA::test_1")
-    assert [r["outcome"] for r in found] == ["passed", "failed", "skipped"]
+    found = gpu_tests.results_of(path, "fx/test_a.py::TestA::test_1")
+    assert [r["outcome"] for r in found] == ["passed", "failed", "skipped", "failed"]
     assert found[1]["detail"] == "Boom: x" and found[0]["test"] == "fx/test_a.py::TestA::test_1"
-    assert gpu_tests.read_junit(tmp_path / "none.xml", "fx/test_a.py") == []
+    assert gpu_tests.results_of(tmp_path / "none.xml", "fx/test_a.py") == []
 
 
 def session(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import common
 import dev_tree
 import make_wheel
+import pytest_report
 import releases
 import series
 import upstream_compare
@@ -128,18 +128,15 @@ class Counts:
 
     def add_junit(self, path: Path, name: str) -> bool:
         """Add the results of one run of pytest; False where it left none."""
-        try:
-            cases = list(xml.etree.ElementTree.parse(path).iter("testcase"))
-        except (OSError, xml.etree.ElementTree.ParseError):
-            return False
-        for case in cases:
-            if case.find("failure") is not None or case.find("error") is not None:
-                self.fail(f"{name}: {case.get('classname', '').split('.')[-1]}.{case.get('name')}")
-            elif case.find("skipped") is not None:
+        found = pytest_report.read(path)
+        for test in found or ():
+            if test.outcome == "failed":
+                self.fail(f"{name}: {test.name.replace('::', '.')}")
+            elif test.outcome == "skipped":
                 self.skipped += 1
             else:
                 self.passed += 1
-        return True
+        return found is not None
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-import xml.etree.ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest_report
 from common import ROOT, Fail, say
 
 FILES = ("test_fx.py", "test_proxy_tensor.py", "fx/test_*.py", "dynamo/test_misc.py")
@@ -42,25 +42,6 @@ class Results:
         return text + (f"; did not finish: {', '.join(self.unfinished)}" * bool(self.unfinished))
 
 
-def read_junit(path: Path, file: str) -> Results | None:
-    """What one report of pytest says, by file, class and test; None without a report."""
-    try:
-        cases = xml.etree.ElementTree.parse(path).iter("testcase")
-    except (OSError, xml.etree.ElementTree.ParseError):
-        return None
-    results = Results()
-    for case in cases:
-        name = f"{file}::{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        failure = next((f for tag in ("failure", "error") for f in case.iter(tag)), None)
-        # A test that passes and then fails in its teardown has two cases.
-        if failure is not None:
-            results.tests[name] = "failed"
-            results.errors[name] = (failure.get("message") or "").partition("\n")[0]
-        elif name not in results.errors:
-            results.tests[name] = "passed" if case.find("skipped") is None else "skipped"
-    return results
-
-
 def find_files(folder: Path) -> list[str]:
     """The test files that there are in ``folder``, a checkout's test/.
 
@@ -82,12 +63,13 @@ def run_all(folder: Path, files: list[str], runner: Runner, options: list[str]) 
             report = Path(name) / "junit.xml"
             arguments = [f"--junitxml={report}", "-q", "--tb=no", "-rN", *options, file]
             status = runner(arguments, folder)
-            found = read_junit(report, file)
+            found = pytest_report.read(report)
         if found is None or status not in (0, 1, 5):
             results.unfinished.append(file)
-        if found is not None:
-            results.tests |= found.tests
-            results.errors |= found.errors
+        for test in found or ():
+            results.tests[f"{file}::{test.name}"] = test.outcome
+            if test.outcome == "failed":
+                results.errors[f"{file}::{test.name}"] = test.message
     return results
 
 
