@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 
 # Longer than any step of these tests takes on a busy machine; a thread that is
 # still alive afterwards hangs.
@@ -116,3 +118,36 @@ def thread_held_in(fn: Callable[[Callable[[], None]], Any]) -> Iterator[HeldThre
         raise
     thread.release()
     thread.result()
+
+
+# A backward inside of this many others runs on a thread of the engine's pool: the
+# outermost one and MAX_DEPTH of torch/csrc/autograd/engine.h.
+MAX_DEPTH = 1 + 60
+
+
+class Call(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fn: Callable[[], Any]) -> torch.Tensor:
+        ctx.fn = fn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.fn()
+        return grad, None
+
+
+def call_in_nested_backward(fn: Callable[[], Any], depth: int) -> None:
+    """Call fn() inside of ``depth`` nested backwards."""
+
+    def nested() -> None:
+        if depth == 1:
+            fn()
+        else:
+            call_in_nested_backward(fn, depth - 1)
+
+    with torch.enable_grad():
+        out = Call.apply(torch.ones((), requires_grad=True), nested)
+    out.backward()

@@ -41,28 +41,16 @@ from torch.utils.checkpoint import (
 # Make the helper files in test/ importable
 pytorch_test_dir = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.append(pytorch_test_dir)
-from concurrency_utils import run_on_threads, TIMEOUT
+from concurrency_utils import (
+    Call,
+    call_in_nested_backward,
+    MAX_DEPTH,
+    run_on_threads,
+    TIMEOUT,
+)
 
-
-# A backward inside of this many others runs on a thread of the engine's pool: the
-# outermost one and MAX_DEPTH of torch/csrc/autograd/engine.h.
-MAX_DEPTH = 1 + 60
 
 var: ContextVar[str] = ContextVar("var", default="default")
-
-
-class Call(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, fn):
-        ctx.fn = fn
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.fn()
-        return grad, None
 
 
 class CallBoxed(Call):
@@ -84,20 +72,6 @@ class Saving(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return grad * x
-
-
-def call_in_nested_backward(fn, depth):
-    """Call fn() inside of ``depth`` nested backwards."""
-
-    def nested():
-        if depth == 1:
-            fn()
-        else:
-            call_in_nested_backward(fn, depth - 1)
-
-    with torch.enable_grad():
-        out = Call.apply(torch.ones((), requires_grad=True), nested)
-    out.backward()
 
 
 def backward_on_engine_thread(out, **kwargs):

@@ -16,35 +16,7 @@ from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
 # Make the helper files in test/ importable
 pytorch_test_dir = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.append(pytorch_test_dir)
-from concurrency_utils import run_on_thread
-
-
-class Call(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, fn):
-        ctx.fn = fn
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.fn()
-        return grad, None
-
-
-def call_on_engine_thread(fn, depth=62):
-    """Call fn() in a backward inside of 61 others, on a thread of the engine's pool."""
-
-    def nested():
-        if depth == 1:
-            fn()
-        else:
-            call_on_engine_thread(fn, depth - 1)
-
-    with torch.enable_grad():
-        out = Call.apply(torch.ones((), requires_grad=True), nested)
-    out.backward()
+from concurrency_utils import call_in_nested_backward, MAX_DEPTH, run_on_thread
 
 
 def generation():
@@ -111,7 +83,7 @@ class TestGenerations(TestCase):
                 torch.compiler.cudagraph_mark_step_begin()
             found = []
             look()
-            call_on_engine_thread(look)
+            call_in_nested_backward(look, MAX_DEPTH + 1)  # on a thread of the engine
             (here, before), (there, inside) = found
             self.assertNotEqual(here, there)
             self.assertEqual(before, inside)
