@@ -19,6 +19,34 @@ sys.path.append(pytorch_test_dir)
 from concurrency_utils import call_in_nested_backward, MAX_DEPTH, run_on_thread
 
 
+class TestCudagraphTreesThreads(TestCase):
+    def test_nothing_is_left_of_a_thread(self):
+        # When the thread local state is destroyed, the interpreter may be gone
+        keys = []
+
+        class EndOfThread:
+            def __init__(self):
+                self.is_key_in_tls = torch._C._is_key_in_tls
+
+            def __del__(self):
+                left.append([key for key in keys if self.is_key_in_tls(key)])
+
+        def use_containers():
+            cudagraph_trees.get_container(0)
+            keys.extend(
+                key
+                for key in cudagraph_trees.local.__dict__
+                if torch._C._is_key_in_tls(key)
+            )
+            # Goes after all that is there by now
+            cudagraph_trees.local.end_of_thread = EndOfThread()
+            return keys
+
+        left = []
+        self.assertIn("tree_manager_containers", run_on_thread(use_containers))
+        self.assertEqual(left, [[]])
+
+
 def generation():
     return cudagraph_trees.CUDAGraphTreeManager.get_curr_generation()
 
