@@ -34,6 +34,7 @@ FAULTS = {
     "F15": "fake tensors on threads crash without a GPU",
     "F16": "DataParallel of a compiled module fails",
     "F17": 'mode="reduce-overhead" fails or loses outputs on threads',
+    "F18": "torch dispatch modes hold for every thread",
 }
 PROBES = Path(__file__).with_name("doctor_probes.py")
 LIMIT = 300

@@ -467,6 +467,20 @@ def f17() -> Finding:
     return OK
 
 
+def f18() -> Finding:
+    from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+
+    hold = Hold()
+
+    def in_mode() -> None:
+        with TorchDispatchMode():
+            hold()
+
+    with held(in_mode, hold):
+        seen = is_in_torch_dispatch_mode()
+    return affected("another thread's mode is seen") if seen else OK
+
+
 PROBES = {
     "F1": f1,
     "F2": f2,
@@ -485,6 +499,7 @@ PROBES = {
     "F15": f15,
     "F16": f16,
     "F17": f17,
+    "F18": f18,
 }
 
 
