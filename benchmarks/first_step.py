@@ -158,6 +158,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=seconds, metavar="S", help="start no run after so many seconds"
     )
+    parser.add_argument(
+        "--switch-interval", type=seconds, default=sys.getswitchinterval(), metavar="S",
+        help="after which a thread that computes in Python gives another one its turn; each "
+        "operation of PyTorch waits for one (sys.setswitchinterval, Python's own is 0.005)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
@@ -353,6 +358,7 @@ def worker_main(spec_file: str) -> int:
     # the time that it took to get here counts.
     left = spec["dump_at"] - time.monotonic()
     faulthandler.dump_traceback_later(max(left, 0.001), file=stacks)
+    sys.setswitchinterval(spec["switch_interval"])
     import torch
     import torch._dynamo
 
@@ -457,7 +463,7 @@ class Runner:
             "dtype": "float32" if cpu else "bfloat16",
             "dump_at": began + 0.95 * args.timeout,
             **{key: getattr(args, key) for key in
-               ("layers", "hidden", "head_dim", "batch", "lengths")},
+               ("layers", "hidden", "head_dim", "batch", "lengths", "switch_interval")},
         }  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="first-step-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
@@ -709,7 +715,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "torch": {"patched" if p else "stock": f for p, f in facts.items()},
             **{key: getattr(args, key) for key in
                ("compile", "backend", "layers", "hidden", "head_dim", "batch", "lengths",
-                "repetitions", "side_by_side", "timeout")},
+                "repetitions", "side_by_side", "timeout", "switch_interval")},
             "backward": not args.forward_only,
             "runs": [],
         }  # fmt: skip

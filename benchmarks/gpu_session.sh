@@ -30,10 +30,11 @@
 # or times is alone there, and what a call left out the next one does:
 #
 #   gpu_session.sh doctor+tests:430+threads1:430+threads2:430
-#   gpu_session.sh drafters2:540
-#   gpu_session.sh drafters2:340 firststep:200
+#   gpu_session.sh drafters2:560
+#   gpu_session.sh drafters3:480
+#   gpu_session.sh firststep:360 limit:200
 #   gpu_session.sh drafters1:280@0 train1:270@0+train2:270+stress:270
-#   gpu_session.sh drafters3:300 limit:200 firstmore:60
+#   gpu_session.sh drafters2:300 firstmore:200
 #
 # Environment:
 #   OUT       where results go (default ./gpu-results): summary.txt, results.tar.gz with the JSON

@@ -135,6 +135,31 @@ def test_threads_on_cpu_reach_their_first_step(tmp_path: Path) -> None:
     assert report["torch"] and "cpu x2" in done.stdout
 
 
+BACKEND_THAT_LOOKS = """
+import sys
+if "--worker" in sys.orig_argv:
+    import torch._dynamo
+    @torch._dynamo.register_backend
+    def looks(gm, example_inputs):
+        assert sys.getswitchinterval() == 0.00025, sys.getswitchinterval()
+        return gm
+"""
+
+
+def test_the_switch_interval_holds_in_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm, option = arm_here()
+    (tmp_path / "sitecustomize.py").write_text(BACKEND_THAT_LOOKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "out.json"
+    done = run("--devices", "cpux2", "--arms", arm, option, *SMALL, "--backend", "looks",
+               "--switch-interval", "0.00025", "--json", str(out))  # fmt: skip
+    report = json.loads(out.read_text())
+    assert done.returncode == 0 and report["switch_interval"] == 0.00025
+    assert [r["outcome"] for r in report["runs"]] == ["ok"], report["runs"]
+
+
 HANGING_BACKEND = """
 import sys, threading, time
 if "--worker" in sys.orig_argv:
