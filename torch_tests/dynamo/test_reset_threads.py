@@ -6,7 +6,8 @@ import time
 
 import torch
 import torch._dynamo
-from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock
+from torch._dynamo import convert_frame
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
 from torch.testing._internal.common_utils import (
@@ -52,7 +53,7 @@ class TestResetThreads(TestCase):
         end = time.monotonic() + TIMEOUT
         while time.monotonic() < end and thread.is_alive():
             frame = sys._current_frames().get(thread.ident)
-            if frame and frame.f_code is CatchErrorsWrapper.__call__.__code__:
+            if frame and frame.f_code.co_filename == convert_frame.__file__:
                 break
             time.sleep(0.001)
         # From there to the lock
@@ -130,7 +131,7 @@ class TestResetThreads(TestCase):
 
         with self.assertRaises(torch._dynamo.exc.BackendCompilerFailed):
             torch.compile(fn, backend=fails)(torch.randn(3))
-        self.assertEqual(torch._dynamo.eval_frame._codes_in_callback, [])
+        self.assertEqual(torch._dynamo.eval_frame.codes_in_callback, [])
 
 
 instantiate_parametrized_tests(TestResetThreads)
