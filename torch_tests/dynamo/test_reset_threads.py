@@ -2,11 +2,13 @@
 
 import os
 import sys
+import threading
 import time
+from unittest import mock
 
 import torch
 import torch._dynamo
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
@@ -21,7 +23,7 @@ from torch.testing._internal.common_utils import (
 # Make the helper files in test/ importable
 pytorch_test_dir = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.append(pytorch_test_dir)
-from concurrency_utils import TIMEOUT, WorkerThread
+from concurrency_utils import HeldThread, thread_held_in, TIMEOUT, WorkerThread
 
 
 def reset():
@@ -93,6 +95,33 @@ class TestResetThreads(TestCase):
         self.assertEqual(fn(x), x.sin() + 1)
         self.assertEqual(self.counter.frame_count, 3)
 
+    @parametrize("forget", ("reset", "export"))
+    def test_before_the_entry_is_there(self, forget):
+        # The other thread has compiled it, but its callback has not returned
+        class Codes(list):
+            def remove(self, code):
+                thread = threading.current_thread()
+                if isinstance(thread, HeldThread):
+                    thread.hold()
+                super().remove(code)
+
+        @torch.compile(backend=self.counter, dynamic=False)
+        def fn(x):
+            return x.sin() + 1
+
+        x, y = torch.randn(3), torch.randn(4)
+        codes = Codes()
+        with (
+            mock.patch.object(convert_frame, "codes_in_callback", codes),
+            mock.patch.object(eval_frame, "codes_in_callback", codes),
+        ):
+            with thread_held_in(lambda hold: fn(x)) as thread:
+                FORGET[forget]()
+        self.assertEqual(thread.result(), x.sin() + 1)
+        # Tells why the entry does not fit
+        self.assertEqual(fn(y), y.sin() + 1)
+        self.assertEqual(self.counter.frame_count, 2)
+
     def test_reset_in_a_compilation(self):
         def backend(gm, example_inputs):
             torch._dynamo.reset_code_caches()
@@ -131,7 +160,7 @@ class TestResetThreads(TestCase):
 
         with self.assertRaises(torch._dynamo.exc.BackendCompilerFailed):
             torch.compile(fn, backend=fails)(torch.randn(3))
-        self.assertEqual(torch._dynamo.eval_frame.codes_in_callback, [])
+        self.assertEqual(eval_frame.codes_in_callback, [])
 
 
 instantiate_parametrized_tests(TestResetThreads)
