@@ -135,6 +135,20 @@ def test_threads_on_cpu_reach_their_first_step(tmp_path: Path) -> None:
     assert report["torch"] and "cpu x2" in done.stdout
 
 
+def run_with_backend(
+    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str
+) -> tuple[dict[str, Any], str]:
+    """The report and the output of two threads that compile with a backend of the test's own."""
+    arm, option = arm_here()
+    (tmp_path / "sitecustomize.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "out.json"
+    done = run("--devices", "cpux2", "--arms", arm, option, *SMALL, "--backend", name,
+               *options, "--json", str(out))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
 BACKEND_THAT_LOOKS = """
 import sys
 if "--worker" in sys.orig_argv:
@@ -149,14 +163,10 @@ if "--worker" in sys.orig_argv:
 def test_the_switch_interval_holds_in_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arm, option = arm_here()
-    (tmp_path / "sitecustomize.py").write_text(BACKEND_THAT_LOOKS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    out = tmp_path / "out.json"
-    done = run("--devices", "cpux2", "--arms", arm, option, *SMALL, "--backend", "looks",
-               "--switch-interval", "0.00025", "--json", str(out))  # fmt: skip
-    report = json.loads(out.read_text())
-    assert done.returncode == 0 and report["switch_interval"] == 0.00025
+    report, _ = run_with_backend(
+        "looks", BACKEND_THAT_LOOKS, tmp_path, monkeypatch, "--switch-interval", "0.00025"
+    )
+    assert report["switch_interval"] == 0.00025
     assert [r["outcome"] for r in report["runs"]] == ["ok"], report["runs"]
 
 
@@ -174,18 +184,13 @@ if "--worker" in sys.orig_argv:
 def test_a_run_that_hangs_is_ended_and_keeps_its_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arm, option = arm_here()
-    (tmp_path / "sitecustomize.py").write_text(HANGING_BACKEND)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    out = tmp_path / "out.json"
-    done = run("--devices", "cpux2", "--arms", arm, option, *SMALL, "--backend", "hangs",
-               "--timeout", "60", "--json", str(out))  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
+    report, output = run_with_backend(
+        "hangs", HANGING_BACKEND, tmp_path, monkeypatch, "--timeout", "60"
+    )
     (one,) = report["runs"]
     assert one["outcome"] == "hung" and one["error"] == "2 of 2 workers did not end"
     assert "in hangs" in one["stacks"] and "in worker_main" in one["stacks"]
-    assert report["summary"][0]["first_step_s"] is None and "2 of 2" in done.stdout
+    assert report["summary"][0]["first_step_s"] is None and "2 of 2" in output
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
