@@ -18,7 +18,8 @@ Arms, interleaved:
 
 Time to the first step counts from when all workers of a run have torch, their device and their
 model, up to the end of the first forward and backward of the last of them. --caches off: nothing
-compiled is kept, on: every run of an arm finds what an earlier run, not counted, left. --code
+compiled is kept; empty: each run begins with an empty cache that its workers share, as a program
+does at its very first start; on: it finds what an earlier run of its arm, not counted, left. --code
 shared: all threads call the same code, which is compiled once if they share it; own: each has a
 code object of its own. Outcomes: ok, wrong (results differ), raised, crashed (the process died),
 hung (--timeout passed; the stacks of all threads are in --json). What a process spent in the phases
@@ -126,7 +127,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--devices", nargs="+", default=["cpu", "cpux3"], metavar="SET", help="default: cpu cpux3"
     )
     benchlib.add_arm_options(parser)
-    parser.add_argument("--caches", nargs="+", choices=("on", "off"), default=["off"])
+    parser.add_argument("--caches", nargs="+", choices=("on", "empty", "off"), default=["off"])
     parser.add_argument("--code", nargs="+", choices=("own", "shared"), default=["own"])
     parser.add_argument(
         "--compile",
@@ -436,9 +437,10 @@ class Runner:
         if config.caches == "on":
             # Stock and patched torch do not share entries; processes and threads of stock do.
             caches = self.caches / ("patched" if patched else config.arm) / config.code
-            environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
-        else:
+        if config.caches == "off":
             environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+        else:
+            environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
         environment["TRITON_CACHE_DIR"] = str(caches / "triton")
         if self.args.side_by_side > 1:

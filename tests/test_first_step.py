@@ -84,6 +84,18 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert "Traceback" not in done.stderr
 
 
+def test_caches_of_a_run(tmp_path: Path) -> None:
+    args = first_step.parse_arguments(["--devices", "cpux2", "--arms", "processes"])
+    runner = first_step.Runner(args, tmp_path / "kept")
+    folders = {}
+    for caches in ("on", "empty", "off"):
+        config = first_step.Config(("cpu", "cpu"), "processes", "own", caches)
+        _, environment = runner.environment(config, tmp_path / "run")
+        folders[caches] = Path(environment["TORCHINDUCTOR_CACHE_DIR"]).relative_to(tmp_path).parts
+        assert (environment.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES") == "1") == (caches == "off")
+    assert folders["on"][0] == "kept" and folders["empty"] == folders["off"] == ("run", "inductor")
+
+
 def a_run(arm: str, devices: list[str], first: float | None, **more: Any) -> dict[str, Any]:
     found = {"devices": devices, "arm": arm, "code": "own", "caches": "off", "repetition": 0,
              "outcome": "ok" if first else "hung", "graphs": 1, "seconds": 1.0, **more}  # fmt: skip
