@@ -10,13 +10,13 @@ import series
 from common import ROOT, Fail, Parser, main, say
 
 
-def check(chosen: series.Series, wheel: releases.Wheel, first: int = 1) -> None:
-    """Apply the patches, from the ``first``, one after the other; they must leave Python each time.
+def check(chosen: series.Series, wheel: releases.Wheel) -> None:
+    """Apply the patches one after the other; what they leave must be Python each time.
 
     Raises:
         Fail: a patch does not apply, or leaves a file that does not compile.
     """
-    for count in range(first, len(chosen.patches) + 1):
+    for count in range(1, len(chosen.patches) + 1):
         part = series.Series(chosen.folder, chosen.patches[:count])
         for path, content in part.patched(wheel.read).items():
             if content is not None and path.endswith(".py"):
@@ -55,12 +55,7 @@ def run(argv: list[str]) -> int:
     args = parser.parse(argv)
     known = [series.find(args.torch)] if args.torch else series.all_series()
     for chosen in known:
-        wheel = releases.fetch(chosen.release, releases.index_options(args))
-        check(chosen, wheel)
-        if proposed := series.load(series.PATCHES / "proposed" / chosen.folder.name).patches:
-            say("and with what is proposed:")
-            with_it = series.Series(chosen.folder, chosen.patches + proposed)
-            check(with_it, wheel, len(chosen.patches) + 1)
+        check(chosen, releases.fetch(chosen.release, releases.index_options(args)))
     check_torch_tests(series.all_series()[0], ROOT / "torch_tests")
     print(f"{len(known)} series apply to their releases on Python {sys.version.split()[0]}")
     return 0

@@ -35,6 +35,7 @@ FAULTS = {
     "F16": "DataParallel of a compiled module fails",
     "F17": 'mode="reduce-overhead" fails or loses outputs on threads',
     "F18": "torch dispatch modes hold for every thread",
+    "F19": "graphs get the streams and modules of other threads",
 }
 PROBES = Path(__file__).with_name("doctor_probes.py")
 LIMIT = 300

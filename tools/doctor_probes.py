@@ -481,6 +481,20 @@ def f18() -> Finding:
     return affected("another thread's mode is seen") if seen else OK
 
 
+def f19() -> Finding:
+    try:
+        from torch._dynamo import graph_bytecode_inputs as inputs
+    except ImportError:
+        return OK  # graphs of this release get no such objects
+    module = nn.Identity()
+    index = inputs.register_graph_created_object(module, lambda index, codegen: None)
+    start(lambda: inputs.store_user_object_weakrefs(nn.Identity())).result()
+    found, error = attempt(inputs.get_external_object_by_index, index)
+    if error is not None or found is not module:
+        return affected("what a graph gets by its index is another thread's")
+    return OK
+
+
 PROBES = {
     "F1": f1,
     "F2": f2,
@@ -500,6 +514,7 @@ PROBES = {
     "F16": f16,
     "F17": f17,
     "F18": f18,
+    "F19": f19,
 }
 
 

@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 import torch._dynamo
+from torch._dynamo.eval_frame import _is_in_optimized_module
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -37,6 +39,17 @@ def compile_and_hold(hold):
     return seen
 
 
+def run_compiled_and_hold(hold):
+    def backend(gm, example_inputs):
+        def run(*args):
+            hold()
+            return gm.forward(*args)
+
+        return run
+
+    return torch.compile(torch.nn.ReLU(), backend=backend)(torch.zeros(3))
+
+
 def export_and_hold(hold):
     seen = []
 
@@ -54,6 +67,24 @@ class TestCompilingFlags(TestCase):
     def setUp(self):
         super().setUp()
         torch._dynamo.reset()
+
+    def test_modules_are_tracked_while_a_compiled_one_runs(self):
+        # ModTracker passes over what runs in a compiled module
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+        seen = []
+        model[0].register_forward_pre_hook(
+            lambda module, args: seen.append(set(tracker.parents))
+        )
+        with thread_held_in(run_compiled_and_hold) as first:
+            with thread_held_in(run_compiled_and_hold) as second:
+                with ModTracker() as tracker:
+                    model(torch.zeros(3))
+                # Not in the order in which they began
+                first.release()
+                first.result()
+            second.result()
+        self.assertEqual(seen, [{"Global", "Sequential", "Sequential.0"}])
+        self.assertFalse(_is_in_optimized_module())
 
     def test_model_runs_while_another_thread_compiles(self):
         with thread_held_in(compile_and_hold) as thread:

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from unittest import mock
 
 import torch
@@ -55,7 +56,10 @@ class TestResetThreads(TestCase):
         end = time.monotonic() + TIMEOUT
         while time.monotonic() < end and thread.is_alive():
             frame = sys._current_frames().get(thread.ident)
-            if frame and frame.f_code.co_filename == convert_frame.__file__:
+            if any(
+                frame.f_code.co_filename == convert_frame.__file__
+                for frame, _ in traceback.walk_stack(frame)
+            ):
                 break
             time.sleep(0.001)
         # From there to the lock
