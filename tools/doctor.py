@@ -36,6 +36,7 @@ FAULTS = {
     "F17": 'mode="reduce-overhead" fails or loses outputs on threads',
     "F18": "torch dispatch modes hold for every thread",
     "F19": "graphs get the streams and modules of other threads",
+    "F20": "torch.cuda.set_rng_state() does nothing while another thread compiles",
 }
 PROBES = Path(__file__).with_name("doctor_probes.py")
 LIMIT = 300

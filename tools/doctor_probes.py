@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -495,6 +496,24 @@ def f19() -> Finding:
     return OK
 
 
+def f20() -> Finding:
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+
+    hold = Hold()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        hold()
+        return x.sin()
+
+    traced = aot_function(function, lambda gm, _: make_boxed_func(gm.forward))
+    with (
+        held(lambda: traced(torch.ones(2)), hold),
+        mock.patch("torch.cuda.random._lazy_call") as set_,
+    ):
+        torch.cuda.set_rng_state(torch.zeros(16, dtype=torch.uint8))
+    return OK if set_.called else affected("it does nothing while another thread is in AOTAutograd")
+
+
 PROBES = {
     "F1": f1,
     "F2": f2,
@@ -515,6 +534,7 @@ PROBES = {
     "F17": f17,
     "F18": f18,
     "F19": f19,
+    "F20": f20,
 }
 
 
