@@ -150,7 +150,7 @@ print(os.path.dirname(os.path.dirname(spec.origin)) if spec else "")')
     touch "$OVERLAY/complete"
   fi
   PYTHONPATH=$OVERLAY "$root/build.sh" apply
-  # As pip does; imports take twice as long without.
+  # As pip does; without, each process and each compile worker compiles what it imports.
   "$PYTHON" -m compileall -q -j 0 "$site" "$OVERLAY/torch" >"$logs/compileall.log" 2>&1 || true
   local check='import torch, torch._dynamo, torch._inductor.compile_fx
 import torch.nn.attention.flex_attention
