@@ -52,7 +52,7 @@ from concurrency_utils import run_on_threads, WorkerThread
 TIMEOUT = 100.0
 
 # For a thread to give the lock up once it waits
-LOCK_TIMEOUT = 5.0
+LOCK_TIMEOUT = 2.0
 
 
 class GatedThread(WorkerThread):
@@ -255,7 +255,7 @@ class OverlappingCompilesTestCase(TestCase):
 class TestOverlappingCompiles(OverlappingCompilesTestCase):
     @parametrize(
         "waits_for",
-        ("nothing", "the_same", "other_dtype", "other_code", "copied_code"),
+        ("nothing", "the_same", "other_dtype", "other_code", "copied_code", "to_go_on"),
     )
     @parametrize("backward", (True, False))
     def test_workers_that_are_not_ready(self, backward, waits_for):
@@ -302,8 +302,13 @@ class TestOverlappingCompiles(OverlappingCompilesTestCase):
             "other_dtype": (other,),
             "other_code": (lambda: self.compile(fn_b)(x),),
             "copied_code": (lambda: torch.compile(copied)(x),),
+            "to_go_on": (),
         }
+        other_compilation = contextlib.nullcontext()
+        if waits_for == "to_go_on":
+            other_compilation = self.waiting_thread(lambda: self.compile(fn_b)(x))
         with (
+            other_compilation,
             mock.patch.object(AsyncCompile, "_ready_future", Future()),
             mock.patch.object(AsyncCompile, "process_pool", staticmethod(lambda: pool)),
             mock.patch.object(
@@ -322,7 +327,7 @@ class TestOverlappingCompiles(OverlappingCompilesTestCase):
             may_go_on.set()
             for thread in threads:
                 thread.result(TIMEOUT)
-        leaves_it = waits_for in ("other_dtype", "other_code", "copied_code")
+        leaves_it = waits_for not in ("nothing", "the_same")
         self.assertEqual(pool.submit.called, leaves_it)
         self.assertEqual(in_process.called, not leaves_it)
         self.assertEqual(compile_overlap._waiting, {})
