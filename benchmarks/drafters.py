@@ -260,6 +260,8 @@ def figures_of(metrics: Path, processes: bool) -> dict[str, Any]:
                 "ktok_s": e["ktok_s"],
                 "median_step_s": e["median_step_s"],
                 "first_step_s": warmup + steps[0]["at_s"],
+                # What compiles for one length first compiles for all of them in a later one
+                "first_steps_s": [round(warmup + s["at_s"], 3) for s in steps[:4]],
                 "loss": steps[-1]["loss"],
                 "slow_steps": slow_steps(steps),
             }
@@ -401,6 +403,9 @@ def summarize(report: dict[str, Any]) -> None:
 def checks(arms: dict[str, Any], preset: str, caches: str) -> list[dict[str, Any]]:
     """The thresholds of threads against processes: name, value, limit, holds."""
     found = []
+    # Runs that share caches find what earlier ones left there, each arm something else: stock and
+    # patched torch have entries of their own, and so has the drafter that compiles second.
+    cold = caches == "fresh"
     threads, ideal = arms.get("patched-threads"), arms.get("processes")
     if threads and ideal and threads["ktok_s"] and ideal["ktok_s"]:
         shared = len({d["device"] for d in ideal["drafters"]}) < len(ideal["drafters"])
@@ -413,10 +418,10 @@ def checks(arms: dict[str, Any], preset: str, caches: str) -> list[dict[str, Any
                 at_least(f"thread / process, drafter {i}", t["ktok_s"] / p["ktok_s"], limit)
                 for i, (t, p) in enumerate(zip(threads["drafters"], ideal["drafters"], strict=True))
             ]
-            ratio = threads["first_step_s"] / ideal["first_step_s"]
-            found.append(at_most("first step, threads / processes", ratio, 1.15))
+            if cold:
+                ratio = threads["first_step_s"] / ideal["first_step_s"]
+                found.append(at_most("first step, threads / processes", ratio, 1.15))
     alone = arms.get("reference")
-    cold = caches == "fresh"  # else the reference, which comes first, has filled them
     if cold and threads and alone and threads["first_step_s"] and alone["first_step_s"]:
         devices = {d["device"] for d in threads["drafters"]}
         if len(devices) == 1:

@@ -307,6 +307,9 @@ def test_threads_are_held_against_processes() -> None:
         "thread / process, drafter 1": False,
         "first step, threads / processes": True,
     }
+    # An arm's runs find what others left in a cache that they share
+    made = {c["name"]: c["holds"] for c in drafters.checks(arms, "qwen3-4b", "shared")}
+    assert list(made) == ["thread / process, drafter 0", "thread / process, drafter 1"]
     arms = {
         "patched-threads": arm(20.0, 30.0, first=9.0, devices="00"),
         "processes": arm(26.0, 24.0, first=9.0, devices="00"),
