@@ -13,30 +13,13 @@ from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    TestCase,
-)
+from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 # Make the helper files in test/ importable
 pytorch_test_dir = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.append(pytorch_test_dir)
 from concurrency_utils import HeldThread, thread_held_in, TIMEOUT, WorkerThread
-
-
-def reset():
-    torch._dynamo.reset()
-
-
-def export():
-    # Resets Dynamo
-    torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), strict=True)
-
-
-FORGET = {"reset": reset, "export": export}
 
 
 class TestResetThreads(TestCase):
@@ -66,8 +49,7 @@ class TestResetThreads(TestCase):
         time.sleep(0.2)
         return thread
 
-    @parametrize("forget", ("reset", "export"))
-    def test_while_another_thread_waits(self, forget):
+    def test_while_another_thread_waits(self):
         @torch.compile(backend=self.counter)
         def fn(x):
             return x.sin() + 1
@@ -75,14 +57,13 @@ class TestResetThreads(TestCase):
         x = torch.randn(3)
         with compile_lock:
             thread = self.start_waiting(lambda: fn(x))
-            FORGET[forget]()
+            torch._dynamo.reset()
         self.assertEqual(thread.result(), x.sin() + 1)
         # What it compiled is there
         self.assertEqual(fn(x), x.sin() + 1)
         self.assertEqual(self.counter.frame_count, 1)
 
-    @parametrize("forget", ("reset", "export"))
-    def test_entries_go_while_another_thread_waits(self, forget):
+    def test_entries_go_while_another_thread_waits(self):
         @torch.compile(backend=self.counter, dynamic=False)
         def fn(x):
             return x.sin() + 1
@@ -91,7 +72,7 @@ class TestResetThreads(TestCase):
         fn(x)
         with compile_lock:
             thread = self.start_waiting(lambda: fn(y))
-            FORGET[forget]()
+            torch._dynamo.reset()
         self.assertEqual(thread.result(), y.sin() + 1)
         self.assertEqual(self.counter.frame_count, 2)
         self.assertEqual(fn(y), y.sin() + 1)
@@ -99,8 +80,7 @@ class TestResetThreads(TestCase):
         self.assertEqual(fn(x), x.sin() + 1)
         self.assertEqual(self.counter.frame_count, 3)
 
-    @parametrize("forget", ("reset", "export"))
-    def test_before_the_entry_is_there(self, forget):
+    def test_before_the_entry_is_there(self):
         # The other thread has compiled it, but its callback has not returned
         class Codes(list):
             def remove(self, code):
@@ -120,7 +100,7 @@ class TestResetThreads(TestCase):
             mock.patch.object(eval_frame, "codes_in_callback", codes),
         ):
             with thread_held_in(lambda hold: fn(x)) as thread:
-                FORGET[forget]()
+                torch._dynamo.reset()
         self.assertEqual(thread.result(), x.sin() + 1)
         # Tells why the entry does not fit
         self.assertEqual(fn(y), y.sin() + 1)
@@ -140,8 +120,7 @@ class TestResetThreads(TestCase):
             self.assertEqual(fn(x), x.sin() + 1)
         self.assertEqual(self.counter.frame_count, 1)
 
-    @parametrize("forget", ("reset", "export"))
-    def test_nothing_is_kept_otherwise(self, forget):
+    def test_nothing_is_kept_otherwise(self):
         def fn(x):
             return x.sin() + 1
 
@@ -149,7 +128,7 @@ class TestResetThreads(TestCase):
         x = torch.randn(3)
         compiled(x)
         self.assertEqual(len(_debug_get_cache_entry_list(fn)), 1)
-        FORGET[forget]()
+        torch._dynamo.reset()
         self.assertEqual(_debug_get_cache_entry_list(fn), [])
         compiled(x)
         self.assertEqual(self.counter.frame_count, 2)
@@ -165,9 +144,6 @@ class TestResetThreads(TestCase):
         with self.assertRaises(torch._dynamo.exc.BackendCompilerFailed):
             torch.compile(fn, backend=fails)(torch.randn(3))
         self.assertEqual(eval_frame.codes_in_callback, [])
-
-
-instantiate_parametrized_tests(TestResetThreads)
 
 
 if __name__ == "__main__":

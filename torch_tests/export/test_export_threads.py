@@ -477,6 +477,42 @@ class TestExportThreads(TestCase):
         self.assertEqual(results, expected)
         self.assertTrue(entered.is_set())
 
+    def test_strict_export_keeps_compiled_code(self):
+        backend = EagerAndRecordGraphs()
+        fn = torch.compile(lambda x: x.sin(), backend=backend)
+        inputs = [torch.randn(n) for n in (3, 4, 5)]
+        for x in inputs[:2]:
+            fn(x)
+        thread = WorkerThread(lambda: self.export(Model(5), strict=True))
+        thread.start()
+        thread.result()
+        # The second graph is for any length
+        for x in inputs:
+            self.assertEqual(fn(x), x.sin())
+        self.assertEqual(len(backend.graphs), 2)
+
+    @torch._dynamo.config.patch(install_free_tensors_for_export=False)
+    def test_strict_export_does_not_depend_on_compiled_code(self):
+        class Changes(Model):
+            def forward(self, x):
+                self.head.count = self.head.__dict__.get("count", 0) + 1
+                return super().forward(x)
+
+        def export_models():
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                models = [Model(5), Changes(5)]
+                return [str(self.export(model, strict=True)) for model in models]
+
+        torch._dynamo.reset()
+        expected = export_models()
+        x = torch.ones(2, 4)
+        for cls in Model, Changes:
+            torch.compile(cls(5), backend="eager")(x)
+            # As if a compiled function had made it
+            torch.compile(lambda x: x + 1, backend="eager")(x)
+            self.assertEqual(export_models(), expected)
+
     def test_overlapping_decompositions(self):
         # Each thread decomposes linear in its own way, and the one that begins
         # first ends first

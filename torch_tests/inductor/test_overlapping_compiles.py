@@ -463,6 +463,9 @@ class TestOverlappingCompiles(OverlappingCompilesTestCase):
     def test_keyboard_interrupt(self, nested):
         if IS_WINDOWS or threading.current_thread() is not threading.main_thread():
             self.skipTest("needs signals")
+        # A shell ignores it for jobs in the background
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, handler)
         main_thread = threading.main_thread()
         gate = threading.Event()
         submitted = threading.Event()
