@@ -260,8 +260,6 @@ def figures_of(metrics: Path, processes: bool) -> dict[str, Any]:
                 "ktok_s": e["ktok_s"],
                 "median_step_s": e["median_step_s"],
                 "first_step_s": warmup + steps[0]["at_s"],
-                # What compiles for one length first compiles for all of them in a later one
-                "first_steps_s": [round(warmup + s["at_s"], 3) for s in steps[:4]],
                 "loss": steps[-1]["loss"],
                 "slow_steps": slow_steps(steps),
             }
