@@ -13,10 +13,24 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACEBACK_FILE = re.compile(r'(?<=File ")/[^"]+')
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that shows its program's docstring, and whose errors are one line."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def positive_int(text: str) -> int:

@@ -117,11 +117,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="first_step.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchlib.Parser("first_step.py", __doc__)
     number, seconds = benchlib.positive_int, benchlib.positive_float
     parser.add_argument(
         "--devices", nargs="+", default=["cpu", "cpux3"], metavar="SET", help="default: cpu cpux3"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything of this project that needs a GPU, for a machine with one or two that is rented briefly.
+# Everything of this project that needs a GPU, for a machine with one, two or eight that is rented
+# briefly.
 #
 # Usage: gpu_session.sh GROUP...
 #
@@ -24,6 +25,8 @@
 #              qwen3-4b need more than the 140 GiB of an H200)
 #   drafters2  drafters.py, a drafter on each of two GPUs, qwen3-4b
 #   drafters3  the same, qwen2.5-0.5b
+#   drafters8  the setup of the first report: targets on GPUs 0 to 4 of eight, a drafter on each of
+#              5 to 7, qwen3-4b
 #   limit      the same with Dynamo's recompile_limit so low that the drafters use it up: the slow case
 #
 # In calls of less than ten minutes on a machine with two GPUs and 32 cores; what measures throughput
@@ -35,6 +38,11 @@
 #   gpu_session.sh firststep:360 limit:200
 #   gpu_session.sh drafters1:280@0 train1:270@0+train2:270+stress:270
 #   gpu_session.sh drafters2:300 firstmore:200
+#
+# With eight GPUs:
+#
+#   gpu_session.sh drafters8:560
+#   gpu_session.sh drafters8:300 tests:280
 #
 # Environment:
 #   OUT       where results go (default ./gpu-results): summary.txt, results.tar.gz with the JSON
@@ -85,7 +93,7 @@ first_step() {
 
 # First the reference, then what is compared, threads and processes in turns, then the rest.
 run_drafters() {
-  local name=$1 preset=$2 devices=$3 steps=$4 status=0
+  local name=$1 preset=$2 devices=$3 steps=$4 targets=${5:-} status=0
   local began=$SECONDS
   if [[ -n $SMOKE ]]; then
     preset=tiny
@@ -93,7 +101,7 @@ run_drafters() {
   fi
   local options=(--patched-pythonpath "$OVERLAY" --preset "$preset" --drafters "$devices"
     --json "$results/$name.json" --resume --shared-caches
-    --steps "$steps" --hang-timeout 75 --run-timeout 130)
+    --steps "$steps" --hang-timeout 75 --run-timeout 130 ${targets:+--targets "$targets"})
   local part
   for part in reference:1 patched-threads,processes:3 all:3; do
     local left=$((limit - 15 - (SECONDS - began)))
@@ -265,6 +273,13 @@ one_on_each() {
 
 section_drafters1() { run_drafters drafters1 "${DRAFTERS1:-qwen2.5-0.5b}" "$(three_on_one)" 60; }
 section_drafters2() { run_drafters drafters2 qwen3-4b "$(one_on_each)" 48; }
+section_drafters8() {
+  if [[ -n $SMOKE ]]; then
+    run_drafters drafters8 qwen3-4b cpu,cpu,cpu 48 cpu,cpu,cpu,cpu,cpu
+  else
+    run_drafters drafters8 qwen3-4b cuda:5-7 48 cuda:0-4
+  fi
+}
 section_drafters3() { run_drafters drafters3 qwen2.5-0.5b "$(one_on_each)" 120; }
 
 # Each device takes three entries of the code that the drafters share.

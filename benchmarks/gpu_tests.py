@@ -41,11 +41,7 @@ import series  # noqa: E402
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gpu_tests.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchlib.Parser("gpu_tests.py", __doc__)
     seconds = benchlib.positive_float
     parser.add_argument(
         "--stock", default=sys.executable, metavar="PY", help="Python with stock torch (this one)"

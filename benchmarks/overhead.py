@@ -359,11 +359,7 @@ class Failed(Exception):
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="overhead.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchlib.Parser("overhead.py", __doc__)
     parser.add_argument("--stock", action="append", metavar="PY", help="a stock arm; may repeat")
     parser.add_argument("--patched", action="append", metavar="PY", help="its patched arm")
     parser.add_argument(

@@ -14,7 +14,6 @@ Exit code: 0 done, 1 --check found a difference, 2 something is missing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import benchlib
 import overhead
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,7 +155,9 @@ def drafters_table(results: Sequence[Result]) -> str:
             + ("holds\n" if c["holds"] else "missed\n")
             for c in r["checks"]
         )
-        about = f"Preset `{r['preset']}`, drafters on {r['devices']}, {r['steps']} steps"
+        about = f"Preset `{r['preset']}`, drafters on {r['devices']}, "
+        about += f"targets on {targets}, " if (targets := r.get("targets")) else ""
+        about += f"{r['steps']} steps"
         about += f", `{options}`. " if (options := r.get("train_options")) else ". "
         tables.append(markdown(header, rows) + "\n" + checks + "\n" * bool(checks) + about
                       + caption(r))  # fmt: skip
@@ -402,9 +404,7 @@ def plots(results: dict[str, Result], folder: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchlib.Parser("report.py", __doc__)
     parser.add_argument("--tables", action="store_true", help="write no plots")
     parser.add_argument("--check", action="store_true", help="change nothing, only compare")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")

@@ -39,9 +39,7 @@ EXAMPLES_KEPT = 3  # tracebacks kept of each distinct error
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="stress.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchlib.Parser("stress.py", __doc__)
     number = benchlib.positive_int
     parser.add_argument("--threads", type=number, default=8, help="threads (default 8)")
     parser.add_argument(

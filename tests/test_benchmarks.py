@@ -311,6 +311,12 @@ def test_threads_are_held_against_processes() -> None:
     made = {c["name"]: c["holds"] for c in drafters.checks(arms, "qwen3-4b", "shared")}
     assert list(made) == ["thread / process, drafter 0", "thread / process, drafter 1"]
     arms = {
+        "patched-threads": arm(72.9, 74.0, 70.0, first=12.0, devices="567"),
+        "processes": arm(75.0, 75.0, 75.0, first=11.0, devices="567"),
+    }
+    made = {c["name"][-1]: c["holds"] for c in drafters.checks(arms, "qwen3-4b", "shared")}
+    assert made == {"0": True, "1": True, "2": False}
+    arms = {
         "patched-threads": arm(20.0, 30.0, first=9.0, devices="00"),
         "processes": arm(26.0, 24.0, first=9.0, devices="00"),
         "reference": arm(50.0, first=8.0, devices="0"),
@@ -335,6 +341,18 @@ def test_drafters_refuses_a_wrong_torch() -> None:
     assert done.returncode == 2 and "/nonexistent/python" in done.stderr
 
 
+def test_drafters_on_a_host_with_fewer_gpus(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    patched = ["--patched", sys.executable] if benchlib.is_patched() else []
+    arm = "patched-threads" if benchlib.is_patched() else "stock-threads"
+    out = tmp_path / "out.json"
+    for option, devices in (("--drafters", "cuda:95-97"), ("--targets", "cuda:90-94")):
+        done = run("drafters.py", *patched, "--arms", arm, option, devices, "--json", str(out),
+                   "--quiet")  # fmt: skip
+        assert done.returncode == 2 and not out.exists()
+        assert done.stderr.count("\n") == 1 and f"{option}: {devices}: this host has" in done.stderr
+
+
 @pytest.mark.timeout(600)
 def test_drafters_runs_and_resumes(tmp_path: Path) -> None:
     """One drafter alone in the tiny preset; a second call finds nothing left to do."""
@@ -345,12 +363,14 @@ def test_drafters_runs_and_resumes(tmp_path: Path) -> None:
         arm, python = "reference", ["--stock", sys.executable]
     out = tmp_path / "drafters.json"
     arguments = [*python, "--arms", arm, "--drafters", "cpu", "--steps", "6", "--replay", "2"]
-    arguments += ["--repetitions", "1", "--json", str(out), "--resume"]
+    arguments += ["--repetitions", "1", "--json", str(out), "--resume", "--targets", "cpu,cpu"]
     done = run("drafters.py", *arguments, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     (one,) = report["runs"]
     assert one["outcome"] == "trained" and one["ktok_s"] > 0 and one["profile"]
+    targets = "cpu" if arm == "reference" else "cpu,cpu"
+    assert f"--targets {targets} " in one["options"] and report["targets"] == "cpu,cpu"
     assert report["arms"][arm]["outcomes"] == {"trained": 1}
     again = run("drafters.py", *arguments, timeout=280)
     assert again.returncode == 0 and json.loads(out.read_text())["runs"] == [one]

@@ -128,7 +128,7 @@ def parse_devices(text: str) -> list[torch.device]:
             raise argparse.ArgumentTypeError(f"{part.strip()}: the range runs backwards")
         count = torch.cuda.device_count()
         if last >= count:
-            has = f"{count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device"
+            has = f"cuda:0-{count - 1} only" if count > 1 else "cuda:0 only" if count else "no GPU"
             raise argparse.ArgumentTypeError(f"{part.strip()}: this host has {has}")
         devices += [torch.device("cuda", i) for i in range(first, last + 1)]
     return devices
