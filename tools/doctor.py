@@ -37,6 +37,7 @@ FAULTS = {
     "F18": "torch dispatch modes hold for every thread",
     "F19": "graphs get the streams and modules of other threads",
     "F20": "torch.cuda.set_rng_state() does nothing while another thread compiles",
+    "F21": "error_on_graph_break() holds for every thread",
 }
 PROBES = Path(__file__).with_name("doctor_probes.py")
 LIMIT = 300

@@ -514,6 +514,23 @@ def f20() -> Finding:
     return OK if set_.called else affected("it does nothing while another thread is in AOTAutograd")
 
 
+def f21() -> Finding:
+    from torch._dynamo import utils
+
+    region = getattr(torch._dynamo, "error_on_graph_break", None)
+    if region is None:
+        return OK  # this release has none
+    hold = Hold()
+
+    def in_region() -> None:
+        with region(True):
+            hold()
+
+    with held(in_region, hold):
+        seen = utils._get_error_on_graph_break()
+    return affected("a graph break is an error in another thread's region") if seen else OK
+
+
 PROBES = {
     "F1": f1,
     "F2": f2,
@@ -535,6 +552,7 @@ PROBES = {
     "F18": f18,
     "F19": f19,
     "F20": f20,
+    "F21": f21,
 }
 
 

@@ -2,6 +2,7 @@
 
 import builtins
 import inspect
+import io
 import math
 import operator
 import os
@@ -19,11 +20,13 @@ from torch._dynamo.aot_compile_types import GraphModuleSerializableCallable
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
+from torch._export.serde import serialize
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import default_decompositions, export
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules import module as module_hooks
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -174,6 +177,86 @@ class TestExportThreads(TestCase):
                 self.export(Model(6, fail))
         self.assertEqual(str(thread.result()), expected[0])
         self.assertEqual(process_state(), before)
+
+    def test_buffers_of_another_thread(self):
+        # An export watches the buffers of its module with a hook for all modules
+        def export_and_hold(hold):
+            def hold_in_trace():
+                if hooks:
+                    hold()
+
+            return export(Model(5, hold_in_trace), (torch.ones(2, 4),))
+
+        def end_export(module, name, buffer):
+            thread.release()
+            thread.result()
+
+        hooks = module_hooks._global_buffer_registration_hooks
+        register_hook = module_hooks.register_module_buffer_registration_hook
+        with thread_held_in(export_and_hold) as thread:
+            handles = [register_hook(end_export), register_hook(lambda *args: None)]
+            for handle in handles:
+                self.addCleanup(handle.remove)
+            torch.nn.BatchNorm1d(3)
+        self.assertEqual(list(hooks), [handle.id for handle in handles])
+
+    def save_and_load(self, program):
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        buffer.seek(0)
+        return str(torch.export.load(buffer))
+
+    def test_load_while_another_thread_loads(self):
+        def load_and_hold(hold):
+            holds[threading.get_ident()] = hold
+            return self.save_and_load(program)
+
+        def held(*args, **kwargs):
+            holds.get(threading.get_ident(), lambda: None)()
+            return deserialize_graph(*args, **kwargs)
+
+        holds = {}
+        program = export(Model(5), (torch.ones(2, 4),))
+        expected = self.save_and_load(program)
+        deserializer = serialize.GraphModuleDeserializer
+        deserialize_graph = deserializer.deserialize_graph
+        with mock.patch.object(deserializer, "deserialize_graph", held):
+            with thread_held_in(load_and_hold) as thread:
+                self.assertEqual(self.save_and_load(program), expected)
+        self.assertEqual(thread.result(), expected)
+
+    def test_save_while_another_thread_saves(self):
+        def save_and_hold(hold):
+            holds[threading.get_ident()] = hold
+            return self.save_and_load(program)
+
+        def held(*args, **kwargs):
+            holds.get(threading.get_ident(), lambda: None)()
+            return torch_save(*args, **kwargs)
+
+        def serialize_artifact(*args, **kwargs):
+            reached.set()
+            return serialize_torch_artifact(*args, **kwargs)
+
+        holds = {}
+        reached = threading.Event()
+        program = export(Model(5), (torch.ones(2, 4),))
+        expected = self.save_and_load(program)
+        torch_save = torch.save
+        serialize_torch_artifact = serialize.serialize_torch_artifact
+        with (
+            mock.patch.object(torch, "save", held),
+            thread_held_in(save_and_hold) as thread,
+            mock.patch.object(serialize, "serialize_torch_artifact", serialize_artifact),
+        ):
+            other = WorkerThread(lambda: self.save_and_load(program))
+            other.start()
+            self.assertTrue(reached.wait(TIMEOUT))
+            # It waits, and does not get further until the first is done
+            other.join(1)
+            thread.release()
+            self.assertEqual(other.result(), expected)
+        self.assertEqual(thread.result(), expected)
 
     def export_builtins(self, hook=None):
         shapes = ({0: torch.export.Dim("n", min=4)},)

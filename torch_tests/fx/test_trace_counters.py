@@ -4,6 +4,7 @@ import contextvars
 import linecache
 import os
 import sys
+import threading
 
 import torch
 import torch._dynamo
@@ -22,6 +23,22 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 pytorch_test_dir = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 sys.path.append(pytorch_test_dir)
 from concurrency_utils import run_on_thread, thread_held_in
+
+
+# What a thread does in the fake implementation of nonzero()
+in_fake = {}
+
+
+@torch.library.custom_op("test_trace_counters::nonzero", mutates_args=())
+def nonzero(x: torch.Tensor) -> torch.Tensor:
+    return x.nonzero()
+
+
+@nonzero.register_fake
+def _(x):
+    in_fake[threading.get_ident()]()
+    size = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty([size, x.dim()], dtype=torch.int64)
 
 
 class TestTraceCounters(TestCase):
@@ -198,6 +215,20 @@ class TestMakeFXTracer(TestCase):
                 first.release()
                 first.result()
         self.assertIsNone(torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER)
+
+    def test_ctx_of_fake_implementations(self):
+        def trace(hold=lambda: None):
+            in_fake[threading.get_ident()] = hold
+            return make_fx(nonzero, tracing_mode="symbolic")(torch.ones(3)).code
+
+        self.addCleanup(in_fake.clear)
+        want = trace()
+        with thread_held_in(trace) as first:
+            with thread_held_in(trace) as second:
+                first.release()
+                first.result()
+        for thread in (first, second):
+            self.assertEqual(thread.result(), want)
 
 
 if __name__ == "__main__":
