@@ -38,6 +38,7 @@ FAULTS = {
     "F19": "graphs get the streams and modules of other threads",
     "F20": "torch.cuda.set_rng_state() does nothing while another thread compiles",
     "F21": "error_on_graph_break() holds for every thread",
+    "F22": "set_default_device() makes the functions of other threads recompile",
 }
 PROBES = Path(__file__).with_name("doctor_probes.py")
 LIMIT = 300

@@ -531,6 +531,16 @@ def f21() -> Finding:
     return affected("a graph break is an error in another thread's region") if seen else OK
 
 
+def f22() -> Finding:
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda x: x + 1, backend=counter)
+    x = torch.ones(2)
+    compiled(x)
+    start(lambda: torch.set_default_device("meta")).result()
+    compiled(x)
+    return affected("one is compiled again") if counter.frame_count > 1 else OK
+
+
 PROBES = {
     "F1": f1,
     "F2": f2,
@@ -553,6 +563,7 @@ PROBES = {
     "F19": f19,
     "F20": f20,
     "F21": f21,
+    "F22": f22,
 }
 
 
