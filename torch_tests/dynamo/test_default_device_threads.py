@@ -31,6 +31,7 @@ class TestDefaultDeviceThreads(TestCase):
     def setUp(self):
         super().setUp()
         torch._dynamo.reset()
+        _device.CURRENT_DEVICE = None
         self.x = torch.ones(3)
         self.counter = CompileCounter()
 
@@ -84,6 +85,32 @@ class TestDefaultDeviceThreads(TestCase):
         with default_device("meta"):
             compiled(self.x)
         self.assertEqual(self.counter.frame_count, 3)
+
+    def test_set_in_compiled_code(self):
+        @torch.compile(backend="eager", fullgraph=True)
+        def compiled(x):
+            torch.set_default_device("meta")
+            y = torch.ones(2)
+            torch.set_default_device(None)
+            return y, x + 1
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def compiled_set(x):
+            torch.set_default_device("meta")
+            return x + 1
+
+        def on_thread():
+            self.assertEqual(compiled(self.x)[0].device.type, "meta")
+            self.assertIsNone(_device.CURRENT_DEVICE)
+            with default_device(None):
+                compiled_set(self.x)
+                self.assertEqual(_device.CURRENT_DEVICE, torch.device("meta"))
+                self.assertEqual(torch.ones(2).device.type, "meta")
+            self.assertIsNone(_device.CURRENT_DEVICE)
+
+        for _ in range(2):
+            on_thread()
+            run_on_thread(on_thread)
 
     def test_current_device(self):
         def current_device():
