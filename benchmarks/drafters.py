@@ -415,9 +415,8 @@ def checks(arms: dict[str, Any], preset: str, caches: str) -> list[dict[str, Any
             found.append(at_least("threads / processes, in all", threads["ktok_s"] /
                                   ideal["ktok_s"], ONE_DEVICE_TO_PROCESSES))  # fmt: skip
         else:
-            limit = THREAD_TO_PROCESS.get(preset, 0.90)
-            if len(devices) > 2:
-                limit = MANY_DEVICES_TO_PROCESSES
+            many = len(devices) > 2
+            limit = MANY_DEVICES_TO_PROCESSES if many else THREAD_TO_PROCESS.get(preset, 0.90)
             found += [
                 at_least(f"thread / process, drafter {i}", t["ktok_s"] / p["ktok_s"], limit)
                 for i, (t, p) in enumerate(zip(threads["drafters"], ideal["drafters"], strict=True))

@@ -273,6 +273,7 @@ one_on_each() {
 
 section_drafters1() { run_drafters drafters1 "${DRAFTERS1:-qwen2.5-0.5b}" "$(three_on_one)" 60; }
 section_drafters2() { run_drafters drafters2 qwen3-4b "$(one_on_each)" 48; }
+section_drafters3() { run_drafters drafters3 qwen2.5-0.5b "$(one_on_each)" 120; }
 section_drafters8() {
   if [[ -n $SMOKE ]]; then
     run_drafters drafters8 qwen3-4b cpu,cpu,cpu 48 cpu,cpu,cpu,cpu,cpu
@@ -280,7 +281,6 @@ section_drafters8() {
     run_drafters drafters8 qwen3-4b cuda:5-7 48 cuda:0-4
   fi
 }
-section_drafters3() { run_drafters drafters3 qwen2.5-0.5b "$(one_on_each)" 120; }
 
 # Each device takes three entries of the code that the drafters share.
 section_limit() {

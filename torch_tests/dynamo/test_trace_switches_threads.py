@@ -1,6 +1,7 @@
 # Owner(s): ["module: dynamo"]
 
 import asyncio
+import contextlib
 import os
 import sys
 import unittest
@@ -63,8 +64,7 @@ class TestErrorOnGraphBreakThreads(TestCase):
         def backend(gm, example_inputs):
             # The rest of the frame is traced afterwards
             if not threads:
-                threads.append(thread_held_in(self.in_region))
-                threads[0].__enter__()
+                threads.append(stack.enter_context(thread_held_in(self.in_region)))
             return gm.forward
 
         def fn(x):
@@ -73,12 +73,9 @@ class TestErrorOnGraphBreakThreads(TestCase):
             return x - 1
 
         threads = []
-        try:
+        with contextlib.ExitStack() as stack:
             compiled = torch.compile(fn, backend=backend)
             self.assertEqual(compiled(self.x), self.x * 3)
-        finally:
-            for thread in threads:
-                thread.__exit__(None, None, None)
 
     def test_running_region_of_another_thread(self):
         def run_and_hold(hold):

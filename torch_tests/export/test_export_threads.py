@@ -208,44 +208,40 @@ class TestExportThreads(TestCase):
 
     def test_load_while_another_thread_loads(self):
         def load_and_hold(hold):
-            holds[threading.get_ident()] = hold
-            return self.save_and_load(program)
+            def held(*args, **kwargs):
+                hold()
+                return deserialize_graph(*args, **kwargs)
 
-        def held(*args, **kwargs):
-            holds.get(threading.get_ident(), lambda: None)()
-            return deserialize_graph(*args, **kwargs)
+            with mock.patch.object(deserializer, "deserialize_graph", held):
+                return self.save_and_load(program)
 
-        holds = {}
         program = export(Model(5), (torch.ones(2, 4),))
         expected = self.save_and_load(program)
         deserializer = serialize.GraphModuleDeserializer
         deserialize_graph = deserializer.deserialize_graph
-        with mock.patch.object(deserializer, "deserialize_graph", held):
-            with thread_held_in(load_and_hold) as thread:
-                self.assertEqual(self.save_and_load(program), expected)
+        with thread_held_in(load_and_hold) as thread:
+            self.assertEqual(self.save_and_load(program), expected)
         self.assertEqual(thread.result(), expected)
 
     def test_save_while_another_thread_saves(self):
         def save_and_hold(hold):
-            holds[threading.get_ident()] = hold
-            return self.save_and_load(program)
+            def held(*args, **kwargs):
+                hold()
+                return torch_save(*args, **kwargs)
 
-        def held(*args, **kwargs):
-            holds.get(threading.get_ident(), lambda: None)()
-            return torch_save(*args, **kwargs)
+            with mock.patch.object(torch, "save", held):
+                return self.save_and_load(program)
 
         def serialize_artifact(*args, **kwargs):
             reached.set()
             return serialize_torch_artifact(*args, **kwargs)
 
-        holds = {}
         reached = threading.Event()
         program = export(Model(5), (torch.ones(2, 4),))
         expected = self.save_and_load(program)
         torch_save = torch.save
         serialize_torch_artifact = serialize.serialize_torch_artifact
         with (
-            mock.patch.object(torch, "save", held),
             thread_held_in(save_and_hold) as thread,
             mock.patch.object(serialize, "serialize_torch_artifact", serialize_artifact),
         ):

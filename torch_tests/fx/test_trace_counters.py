@@ -4,7 +4,6 @@ import contextvars
 import linecache
 import os
 import sys
-import threading
 
 import torch
 import torch._dynamo
@@ -25,8 +24,8 @@ sys.path.append(pytorch_test_dir)
 from concurrency_utils import run_on_thread, thread_held_in
 
 
-# What a thread does in the fake implementation of nonzero()
-in_fake = {}
+# Each stops its own thread in the fake implementation of nonzero()
+holds = []
 
 
 @torch.library.custom_op("test_trace_counters::nonzero", mutates_args=())
@@ -36,7 +35,8 @@ def nonzero(x: torch.Tensor) -> torch.Tensor:
 
 @nonzero.register_fake
 def _(x):
-    in_fake[threading.get_ident()]()
+    for hold in holds:
+        hold()
     size = torch.library.get_ctx().new_dynamic_size()
     return x.new_empty([size, x.dim()], dtype=torch.int64)
 
@@ -217,14 +217,17 @@ class TestMakeFXTracer(TestCase):
         self.assertIsNone(torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER)
 
     def test_ctx_of_fake_implementations(self):
-        def trace(hold=lambda: None):
-            in_fake[threading.get_ident()] = hold
+        def trace_and_hold(hold):
+            holds.append(hold)
+            return trace()
+
+        def trace():
             return make_fx(nonzero, tracing_mode="symbolic")(torch.ones(3)).code
 
-        self.addCleanup(in_fake.clear)
+        self.addCleanup(holds.clear)
         want = trace()
-        with thread_held_in(trace) as first:
-            with thread_held_in(trace) as second:
+        with thread_held_in(trace_and_hold) as first:
+            with thread_held_in(trace_and_hold) as second:
                 first.release()
                 first.result()
         for thread in (first, second):
